@@ -1,0 +1,1 @@
+"""Data: text -> shards and a manifest, the order of the windows, and the loader."""

@@ -1,0 +1,1 @@
+"""The GPT: attention, feed-forward, the whole model."""

@@ -1,0 +1,121 @@
+"""A run's folder on disk: its layout and its files, written and read here and nowhere else.
+
+    config.json        the resolved configuration and its hash
+    environment.json   versions, hardware, commit
+    metrics.jsonl      the truth; one object a line
+    checkpoints/       step-00000400/model.safetensors, and beside it state.json
+    status.json        {"status": running | finished | diverged | failed | stopped, "why": …, "step": …}
+
+Training lines of `metrics.jsonl`: `step loss lr grad_norm tokens seconds batch_sha`. `step` counts finished updates from
+1, update k uses order index k - 1; `tokens` and `seconds` are cumulative over training alone (evaluation and compilation
+are not in `seconds`). Evaluation lines: `step split loss tokens`, made after update `step` (0 is the untrained model).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from qurve.errors import BadInput
+
+FORMAT = 1
+
+Status = Literal["running", "finished", "diverged", "failed", "stopped"]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a whole file or nothing: to a neighbour first, then renamed over the old one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+class RunFolder:
+    """Paths, readers and writers of one run's folder. Making the object touches nothing on disk."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config_file = self.path / "config.json"
+        self.environment_file = self.path / "environment.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.status_file = self.path / "status.json"
+        self.checkpoints = self.path / "checkpoints"
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def create(self, config_json: str, config_hash: str, environment: dict[str, Any]) -> None:
+        """Start a run: refuses a folder that holds anything already, so that nothing is ever overwritten."""
+        if self.path.exists() and any(self.path.iterdir()):
+            raise BadInput(f"{self.path} is not empty; give another --out, or remove it first")
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.config_file, json.dumps({**json.loads(config_json), "hash": config_hash}, indent=2) + "\n")
+        write_atomic(self.environment_file, json.dumps({"format": FORMAT, **environment}, indent=2) + "\n")
+        self.metrics_file.touch()
+        self.set_status("running", step=0)
+
+    def set_status(self, status: Status, *, step: int, why: str = "") -> None:
+        write_atomic(self.status_file, json.dumps({"format": FORMAT, "status": status, "step": step, "why": why}) + "\n")
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Append one metrics line, whole: one write, then flushed. Numbers are written in full."""
+        with open(self.metrics_file, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def config_json(self) -> tuple[dict[str, Any], str]:
+        """The configuration's JSON tree and the hash stored beside it."""
+        tree = self._read(self.config_file)
+        return tree, str(tree.pop("hash", ""))
+
+    def environment(self) -> dict[str, Any]:
+        return self._read(self.environment_file)
+
+    def status(self) -> dict[str, Any]:
+        return self._read(self.status_file)
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """The metrics, line by line; a torn last line of a killed run is left out."""
+        if not self.metrics_file.exists():
+            raise BadInput(f"{self.path} is not a run folder: it has no metrics.jsonl")
+        with open(self.metrics_file, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith("\n"):
+                    return
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    raise BadInput(f"{self.metrics_file}, line {number}: not JSON") from None
+
+    def train_lines(self) -> list[dict[str, Any]]:
+        return [line for line in self.metrics() if "split" not in line]
+
+    def eval_lines(self, split: str = "val") -> list[dict[str, Any]]:
+        return [line for line in self.metrics() if line.get("split") == split]
+
+    def latest_checkpoint(self) -> Path:
+        """The newest complete checkpoint's folder (an incomplete one has no such name: it is renamed when whole)."""
+        steps = sorted(self.checkpoints.glob("step-*")) if self.checkpoints.is_dir() else []
+        if not steps:
+            raise BadInput(f"{self.path} holds no checkpoint (looked for {self.checkpoints}/step-*)")
+        return steps[-1]
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BadInput(f"{self.path} is not a run folder: it has no {path.name}") from None
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{path}: not JSON ({error})") from None
+        if not isinstance(tree, dict):
+            raise BadInput(f"{path}: must hold a JSON object")
+        return tree

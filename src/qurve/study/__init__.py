@@ -1,0 +1,1 @@
+"""Studies: sets of runs that answer one question, their statistics and their report."""

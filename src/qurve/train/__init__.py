@@ -1,0 +1,1 @@
+"""Training: the loop, its optimiser, its schedule."""
