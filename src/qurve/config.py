@@ -229,7 +229,13 @@ def _parse(hint: Any, value: Any, path: str) -> Any:
 def _describe(hint: Any) -> str:
     if _is_union(hint):
         return " or ".join(_describe(member).removeprefix("a ").removeprefix("an ") for member in typing.get_args(hint))
-    names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text", types.NoneType: "none"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a finite number",
+        str: "a text",
+        types.NoneType: "none",
+    }
     return names.get(hint, f"a value of type {hint}")
 
 

@@ -6,9 +6,9 @@
     checkpoints/       step-00000400/model.safetensors, and beside it state.json
     status.json        {"status": running | finished | diverged | failed | stopped, "why": …, "step": …}
 
-Training lines of `metrics.jsonl`: `step loss lr grad_norm tokens seconds batch_sha`. `step` counts finished updates from
-1, update k uses order index k - 1; `tokens` and `seconds` are cumulative over training alone (evaluation and compilation
-are not in `seconds`). Evaluation lines: `step split loss tokens`, made after update `step` (0 is the untrained model).
+Training lines of `metrics.jsonl`: `step loss lr grad_norm tokens seconds batch_sha`. `step` counts finished updates
+from 1, update k uses order index k - 1; `tokens` and `seconds` are cumulative over training alone (evaluation and
+compilation are not in `seconds`). Evaluation lines: `step split loss tokens`, after update `step` (0: untrained).
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class RunFolder:
         self.set_status("running", step=0)
 
     def set_status(self, status: Status, *, step: int, why: str = "") -> None:
-        write_atomic(self.status_file, json.dumps({"format": FORMAT, "status": status, "step": step, "why": why}) + "\n")
+        write_atomic(
+            self.status_file, json.dumps({"format": FORMAT, "status": status, "step": step, "why": why}) + "\n"
+        )
 
     def append(self, line: dict[str, Any]) -> None:
         """Append one metrics line, whole: one write, then flushed. Numbers are written in full."""

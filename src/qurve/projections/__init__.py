@@ -1,1 +1,12 @@
-"""Projections: modules that map the block's normalised input to queries, keys or values. The heart of qurve."""
+"""Projections: what maps the block's normalised input to queries, keys or values. The heart of qurve.
+
+`base` holds the contract, each family stands in one file, `module` makes an `nn.Module` of it and fuses several into
+one matrix product. A new projection costs one file and one line here.
+"""
+
+from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig
+from qurve.projections.bottleneck import Bottleneck
+from qurve.projections.identity import Identity, Residual
+from qurve.projections.linear import Linear
+
+__all__ = ["Bottleneck", "Dims", "Identity", "Linear", "ParameterSpec", "ProjectionConfig", "Residual"]

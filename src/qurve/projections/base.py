@@ -1,0 +1,82 @@
+"""The contract of a projection, and the registry of its kinds. No torch here: configurations stay light.
+
+A projection maps the block's normalised input `x_BTD` to queries, keys or values, each token alone. It knows nothing of
+heads, positions or the cache. A kind is ONE frozen dataclass in one file: it declares its parameters, says in `forward`
+what it computes (the specification, which a reader can hold against the paper), and offers the same computation cut in
+two for speed: a linear `stem`, whose rows are stacked with those of other projections into one matrix product, and a
+`head` for the rest. `qurve.projections.module.Projection` turns it into an `nn.Module`.
+
+Legend of the shape suffixes: B batch, T tokens, D model width, R bottleneck width, O output width, S stem rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from qurve.config import Choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qurve.projections.module import Projection
+
+
+class Dims(NamedTuple):
+    """What a projection's owner fixes: input width, output width, and whether linear maps and norms carry biases."""
+
+    d_in: int
+    d_out: int
+    bias: bool = False
+
+
+class ParameterSpec(NamedTuple):
+    """Shape of a parameter and how it starts: `normal` (std 0.02), `ones` or `zeros`."""
+
+    shape: tuple[int, ...]
+    init: Literal["normal", "ones", "zeros"] = "normal"
+
+
+@dataclass(frozen=True)
+class ProjectionConfig(Choice):
+    """Base class of all projections; register a kind with `@ProjectionConfig.register("name")`."""
+
+    registry: ClassVar[dict[str, type[ProjectionConfig]]]
+
+    def check(self, dims: Dims) -> None:
+        """Raise `ValueError`, naming the way out, when this projection cannot have these widths."""
+
+    def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
+        """Every learnable parameter by name; matrices are `[out, in]`, as in `nn.Linear`."""
+        raise NotImplementedError
+
+    def forward(self, p: Projection, x_BTD: Tensor) -> Tensor:
+        """The specification: `[B, T, D]` to `[B, T, O]`. `p` carries the parameters as attributes."""
+        raise NotImplementedError
+
+    def stem_rows(self, dims: Dims) -> int:
+        """S: rows of the linear stem; 0 when there is none."""
+        raise NotImplementedError
+
+    def stem(self, p: Projection) -> Tensor:
+        """The stem's weight `[S, D]`, gains folded in float32. Not called when there are no rows."""
+        raise NotImplementedError
+
+    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor) -> Tensor:
+        """From the stem's output (and the input) to `[B, T, O]`: equal to `forward` for every input and gradient."""
+        raise NotImplementedError
+
+    def num_params(self, dims: Dims) -> int:
+        return sum(math.prod(spec.shape) for spec in self.parameters(dims).values())
+
+    def flops_per_token(self, dims: Dims) -> int:
+        """Forward FLOPs of the matrix products; norms and activations are not counted, as is customary."""
+        return sum(2 * math.prod(spec.shape) for spec in self.parameters(dims).values() if len(spec.shape) == 2)
+
+    def build(self, d_in: int, d_out: int, *, bias: bool = False) -> Projection:
+        """The module. Raises `ValueError` for widths that cannot be."""
+        from qurve.projections.module import Projection
+
+        return Projection(self, Dims(d_in, d_out, bias))

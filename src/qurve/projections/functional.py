@@ -1,0 +1,76 @@
+"""The few tensor functions that projections are written with.
+
+Precision: norms and activations run in float32, matrix products in the compute dtype (autocast's, else the weight's).
+torch is imported on the first call, so that the configurations beside these functions stay light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Activation = Literal["gelu", "relu", "relu2", "silu", "identity"]
+Norm = Literal["rmsnorm", "layernorm", "none"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x W^T + b` in the compute dtype: `[…, in]`, `[out, in]` -> `[…, out]`."""
+    import torch.nn.functional as F
+
+    return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def activate(kind: Activation, x: Tensor) -> Tensor:
+    """GELU is the exact one (erf)."""
+    import torch.nn.functional as F
+
+    if kind == "gelu":
+        return F.gelu(x)
+    if kind == "relu":
+        return F.relu(x)
+    if kind == "relu2":
+        return F.relu(x).square()
+    if kind == "silu":
+        return F.silu(x)
+    return x
+
+
+def normalize(kind: Norm, x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Root-mean-square or layer norm over the last axis, in float32 or wider; `none` returns `x` as it is."""
+    import torch.nn.functional as F
+
+    if kind == "none":
+        return x
+    x = wide(x)
+    gain = None if gain is None else gain.to(x.dtype)
+    if kind == "rmsnorm":
+        return F.rms_norm(x, x.shape[-1:], gain, eps)
+    return F.layer_norm(x, x.shape[-1:], gain, None if bias is None else bias.to(x.dtype), eps)
+
+
+def inverse_deviation(kind: Norm, x: Tensor, eps: float) -> Tensor:
+    """What the norm multiplies each row by, `[…, 1]`, in float32 or wider (its centring and gain left out)."""
+    x = wide(x)
+    if kind == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def fold(kind: Norm, weight: Tensor, gain: Tensor) -> Tensor:
+    """The weight after which dividing each row by its deviation gives `norm(x) W`: `[out, in]`, folded in float32.
+
+    `RMSNorm(x) W = (x (g W)) / rms(x)`; for a layer norm the centring of `x` becomes a centring of the weight.
+    """
+    folded = wide(weight) * wide(gain)
+    if kind == "layernorm":
+        folded = folded - folded.mean(-1, keepdim=True)
+    return folded.to(weight.dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32 for half-precision input; float32 and float64 stay."""
+    import torch
+
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

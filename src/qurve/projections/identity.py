@@ -1,0 +1,77 @@
+"""Queries without a weight, and the linear residual: the priors that the paper's layer is anchored to.
+
+Source: Karbevski and Mijoski (arXiv 2510.23912), who train with `W_Q = I`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qurve.projections import functional as F
+from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qurve.projections.module import Projection
+
+
+def require_square(kind: str, dims: Dims, way_out: str) -> None:
+    """The identity maps a space to itself: refuse another output width."""
+    if dims.d_in != dims.d_out:
+        raise ValueError(
+            f"{kind} adds the input to the output, so both need one width, not {dims.d_in} -> {dims.d_out}; {way_out}"
+        )
+
+
+@ProjectionConfig.register("identity")
+@dataclass(frozen=True)
+class Identity(ProjectionConfig):
+    """`x` itself: `W_Q = I`."""
+
+    def check(self, dims: Dims) -> None:
+        require_square("the identity projection", dims, "use 'linear'")
+
+    def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
+        return {}
+
+    def forward(self, p: Projection, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+    def stem_rows(self, dims: Dims) -> int:
+        return 0
+
+    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+
+@ProjectionConfig.register("residual")
+@dataclass(frozen=True)
+class Residual(ProjectionConfig):
+    """`(x + x W (+ b)) / 2`, with `weight [D, D]`."""
+
+    scale: float = 0.5
+
+    def check(self, dims: Dims) -> None:
+        require_square("the residual projection", dims, "use 'linear'")
+
+    def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
+        specs = {"weight": ParameterSpec((dims.d_out, dims.d_in))}
+        return specs | {"bias": ParameterSpec((dims.d_out,), "zeros")} if dims.bias else specs
+
+    def forward(self, p: Projection, x_BTD: Tensor) -> Tensor:
+        return self.head(p, F.linear(x_BTD, p.weight), x_BTD)
+
+    def stem_rows(self, dims: Dims) -> int:
+        return dims.d_out
+
+    def stem(self, p: Projection) -> Tensor:
+        return p.weight
+
+    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor) -> Tensor:
+        out_BTD = x_BTD + stem_BTS
+        if p.dims.bias:
+            out_BTD = out_BTD + p.bias
+        return (self.scale * out_BTD).to(stem_BTS.dtype)

@@ -1,0 +1,94 @@
+"""`Projection`, the `nn.Module` of every kind, and `project`, which runs several of them as one matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qurve.projections.base import Dims, ProjectionConfig
+
+STD = 0.02
+"""Standard deviation of every matrix at the start."""
+
+
+class Projection(nn.Module):
+    """A projection's parameters with its configuration. `forward` is the configuration's own: the specification."""
+
+    if TYPE_CHECKING:  # parameters are registered by name; each is a Tensor
+
+        def __getattr__(self, name: str) -> Tensor: ...
+
+    def __init__(
+        self,
+        config: ProjectionConfig,
+        dims: Dims,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for what, width in (("input", dims.d_in), ("output", dims.d_out)):
+            if width < 1:
+                raise ValueError(f"the {what} width of a projection is {width}; it must be at least 1")
+        config.check(dims)
+        self.config, self.dims = config, dims
+        for name, spec in config.parameters(dims).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.shape, device=device, dtype=dtype)))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the start anew: matrices normal with std 0.02, gains one, biases zero."""
+        for name, spec in self.config.parameters(self.dims).items():
+            parameter = self.get_parameter(name)
+            if spec.init == "normal":
+                parameter.normal_(0.0, STD, generator=generator)
+            else:
+                parameter.fill_(1.0 if spec.init == "ones" else 0.0)
+
+    def get(self, name: str) -> Tensor | None:
+        """A parameter that this configuration may not have."""
+        return getattr(self, name, None)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """`[B, T, D]` -> `[B, T, O]` (any leading shape)."""
+        return self.config.forward(self, x_BTD)
+
+    def extra_repr(self) -> str:
+        return f"{self.dims.d_in} -> {self.dims.d_out}, {self.config}"
+
+
+def project(projections: Sequence[nn.Module], x_BTD: Tensor) -> list[Tensor]:
+    """Every projection of one input; the bare ones share ONE matrix product over their stacked stems.
+
+    `D -> 3D` for three linear projections, `D -> 2.5D` with the paper's query. A projection that somebody has wrapped,
+    hooked, quantised or parametrised takes its own forward, so that an adapter always acts.
+    """
+    rows = [p.config.stem_rows(p.dims) if is_bare(p) else 0 for p in projections]
+    fused = [p for p, n in zip(projections, rows, strict=True) if n and isinstance(p, Projection)]
+    if len(fused) < 2:
+        return [p(x_BTD) for p in projections]
+    weight = torch.cat([p.config.stem(p) for p in fused])
+    stems = torch.split(F.linear(x_BTD.to(weight.dtype), weight), rows, dim=-1)
+    return [
+        p.config.head(p, stem, x_BTD) if n and isinstance(p, Projection) else p(x_BTD)
+        for p, n, stem in zip(projections, rows, stems, strict=True)
+    ]
+
+
+def is_bare(module: nn.Module) -> TypeGuard[Projection]:
+    """Whether a module computes what its configuration says and nothing else: no wrapper, hook or parametrisation."""
+    return (
+        isinstance(module, Projection)
+        and type(module).forward is Projection.forward
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and module._parameters.keys() == module.config.parameters(module.dims).keys()
+        and all(type(parameter) is nn.Parameter for parameter in module._parameters.values())
+        and not module._modules
+    )
