@@ -59,6 +59,9 @@ class RunFolder:
         self.metrics_file.touch()
         self.set_status("running", step=0)
 
+    def add_to_environment(self, facts: dict[str, Any]) -> None:
+        write_atomic(self.environment_file, json.dumps({**self.environment(), **facts}, indent=2) + "\n")
+
     def set_status(self, status: Status, *, step: int, why: str = "") -> None:
         write_atomic(
             self.status_file, json.dumps({"format": FORMAT, "status": status, "step": step, "why": why}) + "\n"

@@ -1,0 +1,139 @@
+"""`RunConfig`: everything about one training. No torch here; `runtime.resolve` fills what depends on the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qurve.config import NOT_HASHED
+from qurve.errors import BadInput
+from qurve.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens, in which order."""
+
+    path: str | None = field(default=None, metadata=NOT_HASHED)
+    """A prepared folder. None takes the embedded corpus, prepared beside the run, where `corpus` says "embedded"."""
+    corpus: Literal["embedded", "openwebtext"] = field(default="embedded", metadata=NOT_HASHED)
+    """What this configuration is made for."""
+    tokenizer: str = field(default="gpt2", metadata=NOT_HASHED)
+    """How the embedded corpus is tokenised when no `path` is given: `gpt2`, `bytes` or `bpe:N`."""
+    fingerprint: str | None = None
+    """Hash of the data itself; filled when a run starts."""
+    order: Literal["epochs", "paper"] = "epochs"
+    """`epochs`: a fresh permutation of the windows each epoch. `paper`: the authors' seeded tables."""
+    order_seed: int | None = None
+    """Seed of the order; None takes `train.seed`."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the weights are updated."""
+
+    seed: int = 1
+    """Varies the initial weights, the dropout, and, unless `data.order_seed` is given, the order of the data."""
+    steps: int = 60_000
+    """Updates of the full schedule."""
+    stop_at: int | None = field(default=None, metadata=NOT_HASHED)
+    """Stop after this many updates, before the schedule's end; None runs all."""
+    tokens_per_step: int = 491_520
+    micro_batch: int | None = None
+    """Sequences in one forward pass; None takes the largest divisor of the step's that keeps memory modest."""
+    lr: float = 6e-4
+    """Peak learning rate."""
+    min_lr: float = 6e-5
+    """The schedule's floor."""
+    warmup_steps: int = 2_000
+    """Linear warm-up: update i (from 0) takes `(i + 1) / (warmup_steps + 1)` of the peak."""
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    horizon: int | None = None
+    """Update at which the schedule reaches its floor; None means `steps`."""
+    decay_steps: int | None = None
+    """Length of the linear decay of `wsd` (warm-up, stable, decay); None means a fifth of the horizon."""
+    weight_decay: float = 0.1
+    """On matrices and embeddings alone."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """Dtype of the matrix products (autocast); weights, norms, softmax and loss stay in float32."""
+    compile: bool = True
+    """Compile the training step where a C++ compiler is found (on a GPU: always)."""
+    threads: int | None = None
+    """CPU threads; None takes all cores. Part of the configuration, since it decides the last bits of a sum."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `cuda:1`."""
+    checkpoint_every: int | None = field(default=None, metadata=NOT_HASHED)
+    """Steps between checkpoints; None saves the last alone."""
+    log_every: int = field(default=10, metadata=NOT_HASHED)
+    """Steps between printed lines where there is no terminal. `metrics.jsonl` holds every step."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens_per_step", "log_every"):
+            _at_least(1, name, getattr(self, name))
+        for name in ("stop_at", "micro_batch", "horizon", "decay_steps", "threads", "checkpoint_every"):
+            if getattr(self, name) is not None:
+                _at_least(1, name, getattr(self, name))
+        for name in ("warmup_steps", "lr", "min_lr", "weight_decay", "grad_clip"):
+            _at_least(0, name, getattr(self, name))
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise BadInput(f"train.{name} = {getattr(self, name)}: it must be at least 0 and below 1")
+        if self.min_lr > self.lr:
+            raise BadInput(f"train.min_lr = {self.min_lr} is above the peak, train.lr = {self.lr}")
+        if not (self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdecimal()):
+            raise BadInput(f"train.device = {self.device!r} is not auto, cpu, cuda or cuda:N")
+
+    @property
+    def last_step(self) -> int:
+        """The schedule's horizon, resolved."""
+        return self.steps if self.horizon is None else self.horizon
+
+    @property
+    def updates(self) -> int:
+        """Updates that the run makes."""
+        return self.steps if self.stop_at is None else min(self.steps, self.stop_at)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """When and on what the loss is measured. Evaluation changes nothing in training."""
+
+    every: int = 1_000
+    """Steps between evaluations; the first is made before training, the last after it."""
+    windows: int = 2_400
+    """Windows an evaluation, each as long as the context. The same for every arm; in `paper` order the authors'."""
+    splits: tuple[str, ...] = ("val",)
+
+    def __post_init__(self) -> None:
+        for name in ("every", "windows"):
+            _at_least(1, name, getattr(self, name), "eval")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: a model, its data, its training, its evaluation."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in one step. Raises `BadInput` when the step's tokens do not divide into them."""
+        tokens, context = self.train.tokens_per_step, self.model.context
+        if tokens % context:
+            raise BadInput(
+                f"train.tokens_per_step = {tokens} does not divide into sequences of model.context = {context}; "
+                f"the nearest number that does is {max(1, round(tokens / context)) * context}"
+            )
+        return tokens // context
+
+
+def _at_least(least: float, name: str, value: float, group: str = "train") -> None:
+    if value < least:
+        raise BadInput(f"{group}.{name} = {value}: it must be at least {least}")

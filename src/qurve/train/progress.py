@@ -1,0 +1,70 @@
+"""What a training shows while it runs: a bar on a terminal, plain lines in a log, nothing when embedded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+
+class Progress:
+    """Says nothing. Base of the two below."""
+
+    def start(self, updates: int, log_every: int) -> None: ...
+
+    def updated(self, line: dict[str, Any]) -> None:
+        """After an update, with its metrics line."""
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """After an evaluation, with its metrics line."""
+
+    def note(self, text: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class LogLines(Progress):
+    """One line every `log_every` steps."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def start(self, updates: int, log_every: int) -> None:
+        self.updates, self.log_every = updates, log_every
+
+    def updated(self, line: dict[str, Any]) -> None:
+        if line["step"] % self.log_every == 0 or line["step"] == self.updates:
+            left = (self.updates - line["step"]) * line["seconds"] / line["step"]
+            self.note(
+                f"step {line['step']}/{self.updates}  loss {line['loss']:.4f}  "
+                f"{line['tokens'] / line['seconds']:,.0f} tokens/s  {left:.0f} s left"
+            )
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        self.note(f"step {line['step']}  {line['split']} loss {line['loss']:.4f}")
+
+    def note(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+
+class TerminalBar(LogLines):
+    """A live bar: step, loss, tokens/s, time left; evaluations are printed above it."""
+
+    def start(self, updates: int, log_every: int) -> None:
+        columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()]
+        self.bar = Bar(*columns, console=self.console)
+        self.task = self.bar.add_task("", total=updates)
+        self.bar.start()
+
+    def updated(self, line: dict[str, Any]) -> None:
+        speed = line["tokens"] / line["seconds"]
+        self.bar.update(self.task, advance=1, description=f"loss {line['loss']:.4f}  {speed:,.0f} tokens/s")
+
+    def finish(self) -> None:
+        self.bar.stop()
+
+
+def for_console(console: Console) -> Progress:
+    return TerminalBar(console) if console.is_terminal else LogLines(console)

@@ -1,0 +1,136 @@
+"""What depends on the machine: filling a configuration's open ends, and describing where a run was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qurve
+from qurve.data.loader import TokenData
+from qurve.errors import BadInput
+from qurve.train.config import RunConfig
+
+MODEST_TOKENS = {"cpu": 16_384, "cuda": 65_536}
+"""Tokens of one micro-batch at most, where none is given."""
+
+
+def resolve(config: RunConfig, data: TokenData) -> RunConfig:
+    """The configuration with device, precision, compilation, threads, micro-batch and data decided.
+
+    Raises `BadInput` for what this machine or this data cannot do.
+    """
+    train = config.train
+    device = resolve_device(train.device)
+    kind = device.partition(":")[0]
+    sequences = config.sequences
+    micro_batch = train.micro_batch or max(
+        n
+        for n in range(1, sequences + 1)
+        if (sequences % n == 0 and n * config.model.context <= MODEST_TOKENS[kind]) or n == 1
+    )
+    if sequences % micro_batch:
+        raise BadInput(f"train.micro_batch = {micro_batch} does not divide the step's {sequences} sequences")
+    if data.n_ids > config.model.vocab_size:
+        padded = -(-data.n_ids // 64) * 64
+        raise BadInput(
+            f"{data.path} has {data.n_ids:,} token ids, the model's vocabulary only {config.model.vocab_size:,}; "
+            f"add --set model.vocab_size={padded}"
+        )
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=str(data.path), fingerprint=data.fingerprint),
+        train=dataclasses.replace(
+            train,
+            device=device,
+            precision=resolve_precision(train.precision, kind),
+            compile=train.compile and (kind == "cuda" or compiler() is not None),
+            threads=train.threads or available_cores(),
+            micro_batch=micro_batch,
+        ),
+    )
+
+
+def resolve_device(device: str) -> str:
+    found = torch.cuda.is_available()
+    if device == "auto":
+        return "cuda" if found else "cpu"
+    if device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        if not found or index >= torch.cuda.device_count():
+            raise BadInput(f"train.device = {device!r}, but torch finds {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def resolve_precision(precision: str, kind: str) -> str:
+    """`auto` takes bf16 where the hardware multiplies it: CUDA since Ampere, CPUs with avx512_bf16 or AMX."""
+    if precision != "auto":
+        return precision
+    if kind == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    return "bf16" if cpu_multiplies_bf16() else "float32"
+
+
+def cpu_multiplies_bf16() -> bool:
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name)() for name in probes if hasattr(torch.cpu, name))
+
+
+def compiler() -> str | None:
+    """The C++ compiler that `torch.compile` would call on the CPU, or None."""
+    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+
+
+def available_cores() -> int:
+    """Cores that this process may use (not all that the machine has)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe(config: RunConfig) -> dict[str, Any]:
+    """Where a run is made, for `environment.json`."""
+    cuda = config.train.device.startswith("cuda")
+    return {
+        "qurve": qurve.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": available_cores(),
+        "gpu": torch.cuda.get_device_name(config.train.device) if cuda else None,
+        "device": config.train.device,
+        "threads": config.train.threads,
+        "precision": config.train.precision,
+        "compiled": config.train.compile,
+        "compiler": None if cuda else compiler(),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that qurve runs from, `+changes` when it differs; None for an installed wheel."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        changes = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
