@@ -16,7 +16,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +138,8 @@ class _Cursor:
 
     def __init__(self, seed: int) -> None:
         self.bits = np.random.MT19937()
-        self.bits.state = np.random.RandomState(seed).get_state(legacy=False)  # init_genrand, as PyTorch seeds
+        state: Any = np.random.RandomState(seed).get_state(legacy=False)  # init_genrand, as PyTorch seeds
+        self.bits.state = state
         self.position = 0
         self.start = -1
         self.given: UInt64s = np.empty(0, dtype=np.uint64)

@@ -152,19 +152,11 @@ class Sources:
         try:
             if name.endswith(".parquet"):
                 yield from _parquet(source.path, progress)
-            elif name.endswith(".jsonl"):
-                yield from _json_lines(_pieces(source.path, progress), source.path)
-            elif name.endswith(".jsonl.gz"):
+            elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
                 pieces = _pieces(source.path, progress)
-                yield from _json_lines(
-                    _unpacked(pieces, source.path, lambda: zlib.decompressobj(wbits=31)), source.path
-                )
-            elif name.endswith(".jsonl.zst"):
-                import zstandard
-
-                unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-                pieces = _pieces(source.path, progress)
-                yield from _json_lines(_unpacked(pieces, source.path, unpacker.decompressobj), source.path)
+                if new := _unpacker(name):
+                    pieces = _unpacked(pieces, source.path, new)
+                yield from _json_lines(pieces, source.path)
             else:
                 yield _text(source.path.read_bytes(), source.path)
         except OSError as error:
@@ -210,6 +202,16 @@ def _pieces(file: Path, progress: Callable[[int], None]) -> Iterator[bytes]:
             yield piece
             read += len(piece)
             progress(read)
+
+
+def _unpacker(name: str) -> Callable[[], Any] | None:
+    if name.endswith(".gz"):
+        return lambda: zlib.decompressobj(wbits=31)
+    if name.endswith(".zst"):
+        import zstandard
+
+        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+    return None
 
 
 def _unpacked(pieces: Iterator[bytes], file: Path, new: Callable[[], Any]) -> Iterator[bytes]:

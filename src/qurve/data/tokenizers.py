@@ -61,7 +61,7 @@ class Tokenizer(ABC):
     @abstractmethod
     def _decode_bytes(self, ids: npt.NDArray[np.int64]) -> bytes: ...
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:  # noqa: B027 (the ready-made ones have nothing to write)
         """Write into the folder `path` what `load` needs beyond the spec: `tokenizer.json`, if it was trained."""
 
 
@@ -125,7 +125,9 @@ class _Trained(Tokenizer):
         return b"".join(self._pieces[i] for i in ids.tolist())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        (Path(path) / TOKENIZER_FILE).write_bytes(self._json.encode())
+        part = Path(path) / f".{TOKENIZER_FILE}.part"
+        part.write_bytes(self._json.encode())
+        os.replace(part, Path(path) / TOKENIZER_FILE)
 
 
 def check_spec(spec: str) -> int | None:
