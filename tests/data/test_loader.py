@@ -1,0 +1,139 @@
+"""Reading tokens: windows across shards, nanoGPT's files, and what a damaged folder is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurve.data.loader import TokenData, TokenSplit
+from qurve.errors import BadInput
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    context=st.integers(1, 6),
+    data=st.data(),
+)
+def test_windows_cross_shards(lengths: list[int], context: int, data: st.DataObject) -> None:
+    tokens = np.arange(100, 100 + sum(lengths))
+    shards = np.split(tokens.astype("<u2"), np.cumsum(lengths)[:-1])
+    split = TokenSplit("train", shards)
+    assert len(split) == len(tokens)
+    last = len(tokens) - context - 1
+    starts = data.draw(st.lists(st.integers(0, last), max_size=5)) if last >= 0 else []
+    inputs, targets = split.windows(np.array(starts, dtype=np.int64), context)
+    assert inputs.shape == targets.shape == (len(starts), context)
+    assert inputs.dtype == targets.dtype == np.int64
+    assert inputs.flags.c_contiguous
+    for row, start in enumerate(starts):
+        np.testing.assert_array_equal(inputs[row], tokens[start : start + context])
+        np.testing.assert_array_equal(targets[row], tokens[start + 1 : start + context + 1])
+    for bad in (-1, last + 1):
+        with pytest.raises(BadInput, match=f"{len(tokens)} tokens"):
+            split.windows(np.array([bad]), context)
+
+
+@pytest.fixture
+def nanogpt(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    rng.integers(0, 50_257, 300_000).astype("<u2").tofile(tmp_path / "train.bin")
+    rng.integers(0, 50_257, 1_000).astype("<u2").tofile(tmp_path / "val.bin")
+    return tmp_path
+
+
+def test_nanogpt_files_as_they_are(nanogpt: Path) -> None:
+    data = TokenData.open(nanogpt)
+    assert (data.tokenizer, data.n_ids, data.splits) == ("gpt2", 50_257, ("train", "val"))
+    train = np.fromfile(nanogpt / "train.bin", dtype="<u2")
+    inputs, targets = data.split("train").windows(np.array([0, 298_975]), 1024)
+    np.testing.assert_array_equal(inputs[1], train[298_975:299_999])
+    np.testing.assert_array_equal(targets[1], train[298_976:])
+    assert len(data.split("val")) == 1_000
+    with pytest.raises(BadInput, match="did you mean 'train'"):
+        data.split("trian")
+
+
+def test_nanogpt_fingerprint_notices(nanogpt: Path) -> None:
+    before = TokenData.open(nanogpt).fingerprint
+    assert TokenData.open(nanogpt).fingerprint == before
+    for name in ("train.bin", "val.bin"):
+        for at in (0, -2):
+            whole = (nanogpt / name).read_bytes()
+            changed = bytearray(whole)
+            changed[at] ^= 1
+            (nanogpt / name).write_bytes(changed)
+            assert TokenData.open(nanogpt).fingerprint != before
+            (nanogpt / name).write_bytes(whole)
+    assert TokenData.open(nanogpt).fingerprint == before
+
+
+def test_meta_pkl_is_not_unpickled(nanogpt: Path) -> None:
+    (nanogpt / "meta.pkl").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    np.array([3, 64, 7], dtype="<u2").tofile(nanogpt / "val.bin")
+    np.arange(60, dtype="<u2").tofile(nanogpt / "train.bin")
+    data = TokenData.open(nanogpt)
+    assert (data.tokenizer, data.n_ids) == ("unknown", 65)
+
+
+def test_damaged_nanogpt_files(nanogpt: Path) -> None:
+    np.array([50_257] * 10, dtype="<u2").tofile(nanogpt / "val.bin")
+    with pytest.raises(BadInput, match="50257"):
+        TokenData.open(nanogpt)
+    (nanogpt / "val.bin").write_bytes(b"abc")
+    with pytest.raises(BadInput, match="3 bytes"):
+        TokenData.open(nanogpt)
+
+
+def folder_with(tmp_path: Path, name: str = "train-00000.bin", tokens: int = 10, **change: object) -> Path:
+    np.arange(10, dtype="<u2").tofile(tmp_path / "train-00000.bin")
+    manifest = {
+        "format": 1,
+        "fingerprint": "f",
+        "tokenizer": {"spec": "bytes"},
+        "n_ids": 257,
+        "dtype": "uint16",
+        "splits": {"train": {"tokens": tokens, "shards": [{"name": name, "tokens": tokens}]}},
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | change))
+    return tmp_path
+
+
+def test_a_sound_folder_opens(tmp_path: Path) -> None:
+    data = TokenData.open(folder_with(tmp_path))
+    assert (data.fingerprint, data.tokenizer, data.n_ids, data.splits) == ("f", "bytes", 257, ("train",))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 11}, "train-00000.bin has 20 bytes; 22 are expected"),
+        ({"tokens": 9}, "train-00000.bin has 20 bytes; 18 are expected"),
+        ({"name": "train-00001.bin"}, "train-00001.bin is missing"),
+        ({"name": "../train-00000.bin"}, "no name of a shard"),
+        ({"name": "/etc/passwd"}, "no name of a shard"),
+        ({"format": 2}, "format 1"),
+        ({"dtype": "float32"}, "damaged"),
+        ({"splits": []}, "damaged"),
+        ({"splits": {"train": {"tokens": 0, "shards": []}}}, "damaged"),
+        ({"splits": {"train": {"tokens": 3, "shards": [{"name": "train-00000.bin", "tokens": 10}]}}}, "3 tokens"),
+    ],
+)
+def test_damaged_folders(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        TokenData.open(folder_with(tmp_path, **change))
+
+
+def test_what_is_no_data(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"holds neither.*qurve prepare"):
+        TokenData.open(tmp_path)
+    with pytest.raises(BadInput, match="is not a folder"):
+        TokenData.open(tmp_path / "nowhere")
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(BadInput, match="not JSON"):
+        TokenData.open(tmp_path)
