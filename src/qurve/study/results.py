@@ -3,8 +3,8 @@
     study.json                   title, arms (configuration, parameters, the paper's printed values), seeds, search
     runs/<arm>/seed-<n>/         one run folder each, see `qurve.runfolder`
 
-Nothing here trains or writes. Losses are in nats per token. A run counts as finished only when its status says so and its
-last validation loss is finite; whatever else has happened to it is carried in words and never enters a mean.
+Nothing here trains or writes. Losses are in nats per token. A run counts as finished only when its status says so and
+its last validation loss is finite; whatever else has happened to it is carried in words and never enters a mean.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ class StudyResults:
     @property
     def best(self) -> Arm | None:
         """The arm of the lowest mean loss among those whose every seed has finished."""
-        whole = [(arm.val_loss, i) for i, arm in enumerate(self.arms) if not arm.unfinished and arm.val_loss is not None]
+        whole = [
+            (loss, i) for i, arm in enumerate(self.arms) if not arm.unfinished and (loss := arm.val_loss) is not None
+        ]
         return self.arms[min(whole)[1]] if whole else None
 
     @cached_property
@@ -194,7 +196,9 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
         if len(set(names)) < len(names):
             raise BadInput(f"{source}: two arms have the same name (arms: {', '.join(names)})")
         if tree["baseline"] not in names:
-            raise BadInput(f"{source}: the baseline {tree['baseline']!r} is no arm{did_you_mean(tree['baseline'], names)}")
+            raise BadInput(
+                f"{source}: the baseline {tree['baseline']!r} is no arm{did_you_mean(tree['baseline'], names)}"
+            )
         return StudyResults(
             folder=folder,
             name=_line(tree["name"]),
@@ -375,7 +379,7 @@ def _first_difference(a: Run, b: Run) -> int | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------- what speaks against
+# ------------------------------------------------------------------------------------------------- what speaks against
 
 
 def doubts(results: StudyResults) -> list[str]:

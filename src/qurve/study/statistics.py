@@ -1,7 +1,8 @@
 """What a comparison may claim: differences paired by seed, their interval, and the verdict in words.
 
-All arms of a seed see the same batches and share their initial weights, so the difference arm - baseline is taken within
-each seed and its mean gets a t interval over the seeds. Losses are in nats per token; a negative difference is a gain.
+All arms of a seed see the same batches and share their initial weights, so the difference arm - baseline is taken
+within each seed and its mean gets a t interval over the seeds. Losses are in nats per token; a negative difference is a
+gain.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def _verdict(results: StudyResults, arm: Arm, differences: Sequence[float]) -> t
     apart = results.batches.difference_of(arm.name, results.baseline.name)
     if apart is not None:
         return "none", f"no verdict: {apart}"
-    pending, broken, left_out = [], [], []
-    for run in (*arm.unfinished, *results.baseline.unfinished):
-        where = {"running": pending, "missing": pending, "diverged": broken}.get(run.status, left_out)
-        where.append(_which(run, arm))
+    unfinished = [*arm.unfinished, *results.baseline.unfinished]
+    pending = [_which(run, arm) for run in unfinished if run.status in ("running", "missing")]
+    broken = [_which(run, arm) for run in unfinished if run.status == "diverged"]
+    left_out = [_which(run, arm) for run in unfinished if run.status in ("failed", "stopped")]
     if broken:  # what is left over are the seeds that survived: their mean flatters an arm that breaks
         return "none", f"no verdict: {', '.join(broken)}"
     if pending:  # looking early and stopping when it pleases would make the interval a lie
@@ -169,7 +170,9 @@ def scope(results: StudyResults, comparisons: Sequence[Comparison]) -> list[str]
     """What the verdicts do not cover, in sentences."""
     sentences = []
     if any(pair.outcome != "none" for pair in comparisons):
-        sentences.append("This holds for this model size, this data and this training length; it says nothing of others.")
+        sentences.append(
+            "This holds for this model size, this data and this training length; it says nothing of others."
+        )
         if len(comparisons) > 1:
             sentences.append(
                 f"The intervals are per arm, not corrected for comparing {len(comparisons)} arms with one baseline."
