@@ -1,7 +1,7 @@
 """The figures of a study: learning curves with the relative gain below, paired differences, learning-rate search.
 
 Every figure is a pure function of the results. `svg` and `png` turn it into bytes that are the same for the same
-results: no dates, no random ids. In a page (`themed`) ink and arm colours follow the page's own, so that dark mode works.
+results: no dates, no random ids. In a page (`themed`) ink and arm colours follow the page's own, dark mode's too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ INK = "#1b1f24"
 PALETTE = ("#5f6670", "#0072b2", "#d55e00", "#009e73", "#b5579a", "#a67c00", "#3aa0d8", "#8c3b1e")
 """Told apart in the common colour blindnesses (after Okabe and Ito). The first is the baseline's."""
 MARKERS = "osD^vPXh*p<>"
-WIDE, NARROW = 7.4, 3.9
+WIDE, NARROW = 8.8, 3.9
 """Figure widths in inches: a page's column, a phone's."""
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "svg.fonttype": "none",
@@ -89,15 +89,13 @@ def curves_figure(results: StudyResults, width: float) -> Figure:
     """Validation loss per arm (solid: mean over the finished seeds; thin: each seed) with the best arm's training loss
     (dashed), and below the relative log-loss gain of every other arm over the baseline, both against steps.
     """
-    fig = _figure(width, width * (0.92 if width > 5 else 1.35))
+    fig = _figure(width, width * (0.74 if width > 5 else 1.35))
     top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     first = _first_step(results)
     for arm in results.arms:
         look = _look(results, arm)
         for run in arm.runs.values():
             _line(top, [(s, loss) for s, loss in run.val if s >= first], color=look["color"], alpha=0.35, linewidth=0.7)
-            if run.status == "diverged" and run.val:
-                top.plot(*run.val[-1], "x", color=look["color"], markersize=6, markeredgewidth=1.6)
         mean = _mean_curve([run.val for run in arm.finished])
         label = arm.label if mean else f"{arm.label} (no seed finished)"
         _line(
@@ -106,10 +104,11 @@ def curves_figure(results: StudyResults, width: float) -> Figure:
     best = results.best
     if best is not None:
         smooth = [(s, v) for s, v in smoothed(_mean_curve([run.train for run in best.finished])) if s >= first]
-        label = _shorten(f"{best.label}, training (smoothed)", 46)
+        label = f"{_shorten(best.label, 26 if width > 5 else 18)}, training (smoothed)"
         colour = _look(results, best)["color"]
         _line(top, smooth, label=label, color=colour, linewidth=1.1, linestyle=(0, (4, 2)))
     top.set_ylabel("loss (nats per token)")
+    _frame(results, top)
 
     bottom.axhline(0, color=PALETTE[0], linewidth=1.2)
     for arm in results.others:
@@ -118,8 +117,8 @@ def curves_figure(results: StudyResults, width: float) -> Figure:
         pairs = [(run, base) for run, base in pairs if run.finished and base.finished]
         for run, base in pairs:
             _line(bottom, _gain(run.val, base.val, first), color=look["color"], alpha=0.35, linewidth=0.7)
-        both = [_mean_curve([pair[i].val for pair in pairs]) for i in (0, 1)]
-        _line(bottom, _gain(*both, first), linewidth=1.7, markersize=3.5, **look)
+        ours, theirs = (_mean_curve([pair[i].val for pair in pairs]) for i in (0, 1))
+        _line(bottom, _gain(ours, theirs, first), linewidth=1.7, markersize=3.5, **look)
     bottom.set_ylabel("gain over the\nbaseline, ΔLL (%)")
     bottom.set_xlabel("step (optimiser updates)")
     bottom.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -139,6 +138,23 @@ def _first_step(results: StudyResults) -> int:
     steps = sorted({step for run in results.runs for step, _ in run.val})
     late = [step for step in steps if steps and step >= steps[-1] / 12]
     return late[0] if len(late) >= 3 else 0
+
+
+def _frame(results: StudyResults, axes: Axes) -> None:
+    """Limit the loss axis to what happens after a fifth of the training, and mark where runs diverged, inside of it."""
+    shown = [run for run in results.runs if run.finished and run.val] or [run for run in results.runs if run.val]
+    late = [loss for run in shown for step, loss in run.val if step >= run.val[-1][0] / 5]
+    if not late:
+        return
+    margin = 0.06 * (max(late) - min(late)) or 0.01
+    low, high = min(late) - margin, max(late) + margin
+    axes.set_ylim(low, high)
+    for run in results.runs:
+        if run.status == "diverged" and run.val:
+            step, loss = run.val[-1]
+            colour = PALETTE[colour_index(results, next(arm for arm in results.arms if arm.name == run.arm))]
+            height = min(max(loss, low), high)
+            axes.plot(step, height, "x", color=colour, markersize=7, markeredgewidth=1.8, clip_on=False)
 
 
 def _mean_curve(curves_of_seeds: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
@@ -166,8 +182,8 @@ def _line(axes: Axes, points: Sequence[tuple[int, float]], **look: Any) -> None:
 
 @_styled
 def differences_figure(results: StudyResults, width: float) -> Figure:
-    """Per arm: the difference to the baseline of every seed (hollow), its mean and 95 % interval (three seeds or more)."""
-    fig = _figure(width, 0.95 + 0.5 * max(1, len(results.others)))
+    """Per arm: its difference to the baseline, seed by seed (hollow), the mean and, from three seeds, the interval."""
+    fig = _figure(width, 0.8 + 0.5 * max(1, len(results.others)))
     axes = fig.subplots()
     axes.axvline(0, color=PALETTE[0], linewidth=1.2)
     axes.grid(axis="y", visible=False)
@@ -195,7 +211,7 @@ def differences_figure(results: StudyResults, width: float) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(
-        "← lower loss    difference (nats per token)    higher →" if width > 5 else "difference (nats per token)"
+        "← lower loss · difference (nats per token) · higher loss →" if width > 5 else "difference (nats per token)"
     )
     axes.locator_params(axis="x", nbins=7 if width > 5 else 4)
     return fig
@@ -210,7 +226,7 @@ def search_figure(results: StudyResults, width: float) -> Figure:
     upper edge for points where a run did not finish.
     """
     assert results.search is not None
-    fig = _figure(width, width * (0.46 if width > 5 else 0.85))
+    fig = _figure(width, width * (0.4 if width > 5 else 0.85))
     axes = fig.subplots()
     axes.set_xscale("log")
     rates: set[float] = set()
@@ -302,7 +318,7 @@ def _save(fig: Figure, salt: str, **options: Any) -> bytes:
     import matplotlib
 
     out = io.BytesIO()
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}), warnings.catch_warnings():
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": salt}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a label may use any script
         fig.savefig(out, **options)
     return out.getvalue()

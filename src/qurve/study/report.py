@@ -96,6 +96,7 @@ def _card(results: StudyResults, arm: Arm, pair: Comparison) -> dict[str, Any]:
 
 
 def _row(results: StudyResults, arm: Arm, row: dict[str, Any]) -> dict[str, Any]:
+    best = results.best is not None and results.best.name == arm.name
     return {
         **row,
         "arm": arm,
@@ -104,7 +105,7 @@ def _row(results: StudyResults, arm: Arm, row: dict[str, Any]) -> dict[str, Any]
         "delta": tables.signed_parameters(arm, results.baseline),
         "loss": tables.loss_in_words(arm),
         "settings": [arm.setting(path) for path in ("train.weight_decay", "train.lr", "train.min_lr")],
-        "is_best": results.best is not None and results.best.name == arm.name,
+        "is_best": best and compare(results, arm).outcome == "lower",  # bold is a claim too
     }
 
 

@@ -385,7 +385,9 @@ def _first_difference(a: Run, b: Run) -> int | None:
 def doubts(results: StudyResults) -> list[str]:
     """Everything in the folder that a sceptical reader should know before believing the comparison, in sentences."""
     found = [f"{difference}. The runs are not paired; no verdict." for difference in results.batches.differences]
-    found += [f"{arm.label}, seed {run.seed}: {run.in_words}." for arm in results.arms for run in arm.unfinished]
+    for arm in results.arms:
+        if arm.unfinished:
+            found.append(f"{arm.label}: {'; '.join(f'seed {run.seed} {run.in_words}' for run in arm.unfinished)}.")
     ends = sorted({run.val[-1][0] for run in results.runs if run.finished})
     if len(ends) > 1:
         found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")
