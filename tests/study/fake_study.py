@@ -144,7 +144,7 @@ def _write_run(path: Path, a: dict[str, Any], seed: int, fate: str, finals: dict
         if step % 20 == 0:
             loss = finals.get((a["name"], seed), ideal) if step == STEPS else ideal
             run.append({"step": step, "split": "val", "loss": loss, "tokens": 65_536})
-        if 0 < step:
+        if step > 0:
             data = f"{seed}/{step}" + (a["name"] if fate == "other-batches" and step >= 7 else "")
             line = {"step": step, "loss": ideal + noise.gauss(0, 0.05), "lr": 1e-3, "grad_norm": 1.0}
             line |= {"tokens": 2048 * step, "seconds": step * 0.1 * (1 + 0.01 * seed)}

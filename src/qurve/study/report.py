@@ -72,7 +72,7 @@ def _page(results: StudyResults, inline: dict[str, dict[str, str]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(signed=tables.signed, plain=tables.plain, rate=tables.rate)
+    environment.filters.update(signed=tables.signed, plain=tables.plain, rate=tables.rate, sentence=_sentence)
     return environment.get_template("report.html").render(
         results=results,
         figures={name: {size: Markup(svg) for size, svg in sizes.items()} for name, sizes in inline.items()},
@@ -88,6 +88,10 @@ def _page(results: StudyResults, inline: dict[str, dict[str, str]]) -> str:
         machine=_machine(results),
         progress=f"{sum(run.finished for run in results.runs)} of {len(results.runs)}",
     )
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:].replace(" %", "\u00a0%") + "."  # no line break before the sign
 
 
 def _card(results: StudyResults, arm: Arm, pair: Comparison) -> dict[str, Any]:
@@ -174,7 +178,7 @@ def _machine(results: StudyResults) -> list[tuple[str, list[str]]]:
     environments = [run.environment for run in results.runs if run.environment]
     table = []
     for key in dict.fromkeys(key for environment in environments for key in environment if key != "format"):
-        values = sorted({_value(environment[key]) for environment in environments if key in environment})
+        values = sorted({_value(environment[key]) for environment in environments if key in environment} - {""})
         if key == "started" and len(values) > 1:
             values = [f"{values[0]} to {values[-1]}"]
         table.append((key.replace("_", " "), values))

@@ -325,11 +325,18 @@ class SeedBatches:
 @dataclass(frozen=True)
 class BatchProof:
     seeds: tuple[SeedBatches, ...]
+    arms: int
+    """How many arms the study has."""
 
     @property
     def identical(self) -> bool:
         """Every seed has at least two runs to compare, and they agree at every step."""
         return bool(self.seeds) and all(seed.steps > 0 and seed.difference is None for seed in self.seeds)
+
+    @property
+    def complete(self) -> bool:
+        """Identical, and no arm's run is missing for any seed."""
+        return self.identical and all(len(seed.arms) == self.arms for seed in self.seeds)
 
     @property
     def differences(self) -> list[str]:
@@ -348,12 +355,12 @@ def identical_batches(results: StudyResults) -> BatchProof:
 
     A step that one run recorded and another passed over is a difference too: it was not shown to be the same.
     """
-    return BatchProof(tuple(_seed_batches(results, seed) for seed in results.seeds))
+    return BatchProof(tuple(_seed_batches(results, seed) for seed in results.seeds), len(results.arms))
 
 
 def _seed_batches(results: StudyResults, seed: int) -> SeedBatches:
     order = [results.baseline, *results.others]
-    runs = [run for arm in order if (run := arm.runs[seed]).step > 0 and run.train]
+    runs = [run for arm in order if (run := arm.runs[seed]).train or run.batch_digests]
     names = tuple(run.arm for run in runs)
     if len(runs) < 2:
         return SeedBatches(seed, names, 0, "", None, frozenset())
