@@ -137,18 +137,20 @@ def _write_run(path: Path, a: dict[str, Any], seed: int, fate: str, finals: dict
     noise = random.Random(f"{a['name']}/{seed}")
     shift = random.Random(seed).gauss(0, 0.02)  # shared by the arms of a seed, as their batches are
     own = noise.gauss(0, 0.004)
+    lines: list[dict[str, Any]] = []
     last = STEPS if fate in ("finished", "other-batches") else 140
     for step in range(last + 1):
         ideal = 3.4 + shift + own + 4.2 * math.exp(-step / 60) + 0.6 * (1 - step / STEPS)
         ideal -= a["gain"] * min(1, 2 * step / STEPS)
         if step % 20 == 0:
             loss = finals.get((a["name"], seed), ideal) if step == STEPS else ideal
-            run.append({"step": step, "split": "val", "loss": loss, "tokens": 65_536})
+            lines.append({"step": step, "split": "val", "loss": loss, "tokens": 65_536})
         if step > 0:
             data = f"{seed}/{step}" + (a["name"] if fate == "other-batches" and step >= 7 else "")
             line = {"step": step, "loss": ideal + noise.gauss(0, 0.05), "lr": 1e-3, "grad_norm": 1.0}
             line |= {"tokens": 2048 * step, "seconds": step * 0.1 * (1 + 0.01 * seed)}
-            run.append({**line, "batch_sha": hashlib.sha256(data.encode()).hexdigest()})
+            lines.append({**line, "batch_sha": hashlib.sha256(data.encode()).hexdigest()})
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     if fate != "running":
         why = {"diverged": "the loss is not finite", "failed": "out of memory", "stopped": "interrupted"}.get(fate, "")
         run.set_status("finished" if fate == "other-batches" else fate, step=last, why=why)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def test_interval_known_by_hand():
 
 
 def test_interval_of_two_uses_one_degree_of_freedom():
-    # 12.706205 * (0.01 / sqrt 2) / sqrt 2 * 2 ... the deviation of {0, 0.02} is 0.0141421, over sqrt 2: 0.01
+    # the deviation of {0, 0.02} is 0.0141421, its standard error 0.01, and the t quantile 12.706205
     mean, low, high = paired_interval([0.0, 0.02])
     assert (low, high) == (pytest.approx(0.01 - 0.12706205, abs=1e-7), pytest.approx(0.01 + 0.12706205, abs=1e-7))
     assert mean == pytest.approx(0.01)
@@ -130,7 +130,7 @@ def test_an_equal_arm_is_noise(tmp_path):
 
 
 def test_gains_come_from_the_mean_losses_of_the_pairs_alone(tmp_path):
-    results, pair = study(tmp_path, [2.0, 2.0, 2.0, 9.9], [4.0, 2.5, 2.5, 3.0], fates={("new", 4): "failed"})
+    _, pair = study(tmp_path, [2.0, 2.0, 2.0, 9.9], [4.0, 2.5, 2.5, 3.0], fates={("new", 4): "failed"})
     assert pair.seeds == (1, 2, 3)
     assert pair.dll_percent == pytest.approx(100 * (3 - 2) / 3)
     assert pair.dppx_percent == pytest.approx(100 * (1 - math.exp(-1)))
@@ -161,7 +161,7 @@ def test_no_verdict_on_other_batches(tmp_path):
 
 
 def test_a_wholly_diverged_arm_has_no_numbers(tmp_path):
-    results, pair = study(tmp_path, [2.5, 2.5, 2.5], fates={("new", s): "diverged" for s in (1, 2, 3)})
+    results, _ = study(tmp_path, [2.5, 2.5, 2.5], fates={("new", s): "diverged" for s in (1, 2, 3)})
     row = summary_rows(results)[1]
     assert [row[key] for key in ("val_loss", "diff", "diff_low", "diff_high", "dll_percent", "dppx_percent")] == [
         None
@@ -180,7 +180,7 @@ def test_a_claim_is_made_only_when_the_interval_leaves_out_zero(differences):
         assert "lower" not in words
         assert "higher" not in words
     else:
-        mean, low, high = paired_interval(differences)
+        _, low, high = paired_interval(differences)
         assert outcome == ("lower" if high < 0 else "higher" if low > 0 else "noise")
 
 
