@@ -1,0 +1,435 @@
+"""Read a study's folder: its arms, its runs as far as they have come, and what shows that they are comparable.
+
+    study.json                   title, arms (configuration, parameters, the paper's printed values), seeds, search
+    runs/<arm>/seed-<n>/         one run folder each, see `qurve.runfolder`
+
+Nothing here trains or writes. Losses are in nats per token. A run counts as finished only when its status says so and
+its last validation loss is finite; whatever else has happened to it is carried in words and never enters a mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from qurve.errors import BadInput, did_you_mean
+from qurve.runfolder import RunFolder
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of one arm with one seed. `status` is the run folder's, or `missing` where there is no run yet."""
+
+    arm: str
+    seed: int
+    status: str
+    why: str
+    train: tuple[tuple[int, float], ...]
+    """(step, training loss), ascending; losses that are not finite are left out."""
+    val: tuple[tuple[int, float], ...]
+    """(step, validation loss), ascending; losses that are not finite are left out."""
+    batch_digests: dict[int, str]
+    """step -> `batch_sha`"""
+    tokens_per_s: float | None
+    step: int
+    """Updates done, as far as the metrics tell."""
+    environment: dict[str, Any]
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def val_loss(self) -> float | None:
+        """The last validation loss of a finished run, else None: never the last finite value of one that broke."""
+        return self.val[-1][1] if self.finished else None
+
+    @property
+    def in_words(self) -> str:
+        if self.status == "running":
+            return f"running (step {self.step:,})"
+        if self.status in ("diverged", "failed", "stopped"):
+            return f"{self.status} (after step {self.step:,}{': ' + self.why if self.why else ''})"
+        return "not run" if self.status == "missing" else self.status
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    label: str
+    config: dict[str, Any]
+    non_embedding: int
+    total: int
+    flops_per_token: float
+    paper: dict[str, str] | None
+    runs: dict[int, Run]
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs.values() if run.finished]
+
+    @property
+    def unfinished(self) -> list[Run]:
+        return [run for run in self.runs.values() if not run.finished]
+
+    @property
+    def val_loss(self) -> float | None:
+        """Mean over the finished seeds."""
+        losses = [loss for run in self.finished if (loss := run.val_loss) is not None]
+        return statistics.fmean(losses) if losses else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median over the seeds; training time alone."""
+        speeds = [run.tokens_per_s for run in self.runs.values() if run.tokens_per_s is not None]
+        return statistics.median(speeds) if speeds else None
+
+    def setting(self, path: str) -> Any:
+        """A leaf of the configuration (`train.lr`), or None where there is none."""
+        node: Any = self.config
+        for name in path.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        return node
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run of the learning-rate search; `val_loss` is None where it did not finish."""
+
+    arm: str
+    lr: float
+    min_lr: float
+    seed: int
+    val_loss: float | None
+    status: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    lr: float
+    min_lr: float
+    val_loss: float | None
+
+
+@dataclass(frozen=True)
+class Search:
+    evidence: str
+    seeds: tuple[int, ...]
+    steps: int | None
+    chosen: dict[str, Chosen]
+    scores: tuple[Score, ...]
+
+    def grid(self, arm: str) -> dict[tuple[float, float], float | None]:
+        """(lr, min_lr) -> mean validation loss over the search's seeds; None where any of them did not finish."""
+        cells: dict[tuple[float, float], list[float | None]] = {}
+        for score in self.scores:
+            if score.arm == arm:
+                cells.setdefault((score.lr, score.min_lr), []).append(score.val_loss)
+        return {point: _mean_or_none(losses) for point, losses in sorted(cells.items())}
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    folder: Path
+    name: str
+    title: str
+    command: str
+    baseline: Arm
+    arms: tuple[Arm, ...]
+    """All arms in the study's order, the baseline among them."""
+    seeds: tuple[int, ...]
+    search: Search | None
+
+    @property
+    def others(self) -> list[Arm]:
+        return [arm for arm in self.arms if arm.name != self.baseline.name]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for arm in self.arms for run in arm.runs.values()]
+
+    @property
+    def best(self) -> Arm | None:
+        """The arm of the lowest mean loss among those whose every seed has finished."""
+        whole = [
+            (loss, i) for i, arm in enumerate(self.arms) if not arm.unfinished and (loss := arm.val_loss) is not None
+        ]
+        return self.arms[min(whole)[1]] if whole else None
+
+    @cached_property
+    def batches(self) -> BatchProof:
+        return identical_batches(self)
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def load(folder: str | os.PathLike[str]) -> StudyResults:
+    """Read a study's folder as it stands, finished or not. Raises `BadInput` when it is not one."""
+    folder = Path(folder)
+    source = folder / "study.json"
+    try:
+        tree = json.loads(source.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise BadInput(
+            f"{folder} is not a study folder: it has no study.json; give the folder that `qurve compare` wrote"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{source}: not JSON ({error})") from None
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        raise BadInput(f"{source}: not a study of format {FORMAT}; write it again with this version's `qurve compare`")
+    try:
+        seeds = tuple(int(seed) for seed in tree["seeds"])
+        arms = tuple(_arm(folder, item, seeds) for item in tree["arms"])
+        names = [arm.name for arm in arms]
+        if len(set(names)) < len(names):
+            raise BadInput(f"{source}: two arms have the same name (arms: {', '.join(names)})")
+        if tree["baseline"] not in names:
+            raise BadInput(
+                f"{source}: the baseline {tree['baseline']!r} is no arm{did_you_mean(tree['baseline'], names)}"
+            )
+        return StudyResults(
+            folder=folder,
+            name=_line(tree["name"]),
+            title=_line(tree["title"]),
+            command=str(tree["command"]),
+            baseline=arms[names.index(tree["baseline"])],
+            arms=arms,
+            seeds=seeds,
+            search=None if tree.get("search") is None else _search(tree["search"]),
+        )
+    except KeyError as error:
+        raise BadInput(f"{source}: the field {error} is missing") from None
+    except (TypeError, AttributeError) as error:
+        raise BadInput(f"{source}: a field has the wrong type ({error})") from None
+
+
+def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int]) -> Arm:
+    name = item["name"]
+    if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise BadInput(f"{folder / 'study.json'}: {name!r} cannot be an arm's name (it is a folder's name too)")
+    paper = item.get("paper")
+    return Arm(
+        name=name,
+        label=_line(item.get("label") or name),
+        config=dict(item["config"]),
+        non_embedding=int(item["non_embedding"]),
+        total=int(item["total"]),
+        flops_per_token=float(item["flops_per_token"]),
+        paper=None if paper is None else {key: str(value) for key, value in paper.items() if value is not None},
+        runs={seed: _run(folder / "runs" / name / f"seed-{seed}", name, seed) for seed in seeds},
+    )
+
+
+def _run(path: Path, arm: str, seed: int) -> Run:
+    run = RunFolder(path)
+    if not run.status_file.exists():  # written last when a run starts
+        return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
+    state = run.status()
+    lines = list(run.metrics())
+    train = {int(line["step"]): line for line in lines if "split" not in line}  # of a resumed step the last line counts
+    val = {int(line["step"]): line for line in lines if line.get("split") == "val"}
+    status, why = str(state.get("status")), _line(state.get("why", ""))
+    if status == "finished":
+        last = val[max(val)].get("loss") if val else None
+        if last is None:
+            status, why = "failed", "finished without a validation loss"
+        elif not math.isfinite(last):
+            status, why = "diverged", "its last validation loss is not finite"
+    newest = train[max(train)] if train else {}
+    seconds = newest.get("seconds") or 0
+    return Run(
+        arm=arm,
+        seed=seed,
+        status=status,
+        why=why,
+        train=_losses(train),
+        val=_losses(val),
+        batch_digests={step: str(line["batch_sha"]) for step, line in sorted(train.items()) if line.get("batch_sha")},
+        tokens_per_s=newest["tokens"] / seconds if seconds > 0 else None,
+        step=max(train, default=int(state.get("step") or 0)),
+        environment=run.environment(),
+    )
+
+
+def _losses(lines: dict[int, dict[str, Any]]) -> tuple[tuple[int, float], ...]:
+    pairs = ((step, line.get("loss")) for step, line in sorted(lines.items()))
+    return tuple((step, float(loss)) for step, loss in pairs if loss is not None and math.isfinite(loss))
+
+
+def _search(tree: dict[str, Any]) -> Search:
+    def finite(value: float | None) -> float | None:
+        return float(value) if value is not None and math.isfinite(value) else None
+
+    return Search(
+        evidence=_line(tree.get("evidence", "")),
+        seeds=tuple(int(seed) for seed in tree.get("seeds", ())),
+        steps=tree.get("steps"),
+        chosen={
+            arm: Chosen(float(point["train.lr"]), float(point["train.min_lr"]), finite(point.get("val_loss")))
+            for arm, point in tree["chosen"].items()
+        },
+        scores=tuple(
+            Score(
+                arm=str(item["arm"]),
+                lr=float(item["train.lr"]),
+                min_lr=float(item["train.min_lr"]),
+                seed=int(item["seed"]),
+                val_loss=finite(item.get("val_loss")),
+                status=str(item.get("status", "")),
+            )
+            for item in tree["scores"]
+        ),
+    )
+
+
+def _line(text: Any) -> str:
+    """One printable line: what people name things must not break a table, an SVG or a terminal."""
+    return "".join(char for char in " ".join(str(text).split()) if char.isprintable())
+
+
+def _mean_or_none(losses: list[float | None]) -> float | None:
+    finite = [loss for loss in losses if loss is not None]
+    return statistics.fmean(finite) if finite and len(finite) == len(losses) else None
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True)
+class SeedBatches:
+    """What the runs of one seed saw. `difference` says where two of them part, None where they never do."""
+
+    seed: int
+    arms: tuple[str, ...]
+    steps: int
+    """Training lines compared: those up to where the shortest of the runs has come."""
+    digest: str
+    """sha256 over the compared lines' batch digests; empty where nothing could be compared."""
+    difference: str | None
+    differing: frozenset[str]
+    """Arms that part from the baseline (or from the first arm that has a run)."""
+
+
+@dataclass(frozen=True)
+class BatchProof:
+    seeds: tuple[SeedBatches, ...]
+    arms: int
+    """How many arms the study has."""
+
+    @property
+    def identical(self) -> bool:
+        """Every seed has at least two runs to compare, and they agree at every step."""
+        return bool(self.seeds) and all(seed.steps > 0 and seed.difference is None for seed in self.seeds)
+
+    @property
+    def complete(self) -> bool:
+        """Identical, and no arm's run is missing for any seed."""
+        return self.identical and all(len(seed.arms) == self.arms for seed in self.seeds)
+
+    @property
+    def differences(self) -> list[str]:
+        return [seed.difference for seed in self.seeds if seed.difference is not None]
+
+    def difference_of(self, arm: str, baseline: str) -> str | None:
+        """Why `arm` cannot be paired with `baseline`; None when nothing speaks against it."""
+        for seed in self.seeds:
+            if arm in seed.differing or (baseline in seed.differing and arm in seed.arms):
+                return seed.difference
+        return None
+
+
+def identical_batches(results: StudyResults) -> BatchProof:
+    """For every seed: did all arms train on the same windows of the same data, at every step?
+
+    A step that one run recorded and another passed over is a difference too: it was not shown to be the same.
+    """
+    return BatchProof(tuple(_seed_batches(results, seed) for seed in results.seeds), len(results.arms))
+
+
+def _seed_batches(results: StudyResults, seed: int) -> SeedBatches:
+    order = [results.baseline, *results.others]
+    runs = [run for arm in order if (run := arm.runs[seed]).train or run.batch_digests]
+    names = tuple(run.arm for run in runs)
+    if len(runs) < 2:
+        return SeedBatches(seed, names, 0, "", None, frozenset())
+    reference, found, differing = runs[0], None, set()
+    for run in runs[1:]:
+        step = _first_difference(reference, run)
+        if step is not None:
+            differing.add(run.arm)
+            found = found or f"seed {seed}: {reference.arm} and {run.arm} did not see the same batch at step {step:,}"
+    last = min(run.step for run in runs)
+    shared = [digest for step, digest in reference.batch_digests.items() if step <= last]
+    digest = hashlib.sha256("\n".join(shared).encode()).hexdigest()
+    return SeedBatches(seed, names, len(shared), digest, found, frozenset(differing))
+
+
+def _first_difference(a: Run, b: Run) -> int | None:
+    last = min(a.step, b.step)
+    recorded = {step for run in (a, b) for step, _ in run.train} | set(a.batch_digests) | set(b.batch_digests)
+    for step in sorted(step for step in recorded if step <= last):
+        digest = a.batch_digests.get(step)
+        if digest is None or digest != b.batch_digests.get(step):
+            return step
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- what speaks against
+
+
+def doubts(results: StudyResults) -> list[str]:
+    """Everything in the folder that a sceptical reader should know before believing the comparison, in sentences."""
+    found = [f"{difference}. The runs are not paired; no verdict." for difference in results.batches.differences]
+    for arm in results.arms:
+        if arm.unfinished:
+            found.append(f"{arm.label}: {'; '.join(f'seed {run.seed} {run.in_words}' for run in arm.unfinished)}.")
+    ends = sorted({run.val[-1][0] for run in results.runs if run.finished})
+    if len(ends) > 1:
+        found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")
+    for key in ("cpu", "device", "torch", "precision", "compiled", "commit", "threads"):
+        values = {json.dumps(run.environment[key]) for run in results.runs if key in run.environment}
+        if len(values) > 1:
+            found.append(f"The runs differ in {key}: {', '.join(sorted(values))}.")
+    return found + search_doubts(results)
+
+
+def search_doubts(results: StudyResults) -> list[str]:
+    """What a sceptical reader should know of the learning-rate search."""
+    search = results.search
+    if search is None:
+        return ["No learning-rate search is recorded: each arm ran at the rate that its configuration gives."]
+    found = []
+    tried = {arm.name: {(s.lr, s.min_lr, s.seed) for s in search.scores if s.arm == arm.name} for arm in results.arms}
+    if any(a != b for a, b in pairwise(tried.values())):
+        found.append("The arms were not searched over the same grid and seeds.")
+    for arm in results.arms:
+        chosen, grid = search.chosen.get(arm.name), search.grid(arm.name)
+        if chosen is None:
+            found.append(f"{arm.label}: the search has chosen no rate for it.")
+            continue
+        finite = {point: loss for point, loss in grid.items() if loss is not None}
+        if finite and finite.get((chosen.lr, chosen.min_lr), math.inf) > min(finite.values()):
+            found.append(f"{arm.label}: the chosen point is not the one of the lowest loss in its search.")
+        rates = sorted({lr for lr, _ in grid})
+        if chosen.lr in (rates[:1] + rates[-1:]):
+            found.append(
+                f"{arm.label}: the chosen peak rate {chosen.lr:g} is at the edge of its grid "
+                f"({rates[0]:g} to {rates[-1]:g}); a better one may lie outside."
+            )
+        for path, value in (("train.lr", chosen.lr), ("train.min_lr", chosen.min_lr)):
+            used = arm.setting(path)
+            if used is not None and not math.isclose(used, value, rel_tol=1e-9):
+                found.append(f"{arm.label}: trained at {path} = {used:g}, though the search chose {value:g}.")
+    return found

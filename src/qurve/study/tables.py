@@ -1,0 +1,152 @@
+"""The summary of a study as a terminal table, as CSV and as LaTeX, and how its numbers are written everywhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+from qurve.study.results import Arm, StudyResults
+from qurve.study.statistics import ROW_KEYS, overall_verdict, summary_rows
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+NONE = "–"
+
+
+def signed(value: float | None, digits: int, unit: str = "") -> str:
+    """`+0.94 %`, with a true minus sign; a dash where there is no number. What rounds to zero carries no sign."""
+    if value is None:
+        return NONE
+    text = f"{value:+,.{digits}f}"
+    if not text.strip("+-0.,"):
+        text = text[1:]
+    return text.replace("-", "−") + (f" {unit}" if unit else "")
+
+
+def plain(value: float | None, digits: int) -> str:
+    return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def rate(value: float | None) -> str:
+    """A hyperparameter as people write it: 6e-4, 0.1."""
+    if value is None:
+        return NONE
+    text = f"{value:.6g}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.5e}"
+    return re.sub(r"\.?0*e([+-])0*(\d)", lambda m: "e" + m[1].replace("+", "") + m[2], text)
+
+
+def loss_in_words(arm: Arm) -> str:
+    """The arm's mean loss, or what became of it: never blank, never the last value of a run that broke."""
+    if arm.val_loss is not None:
+        return plain(arm.val_loss, 4)
+    return ", ".join(dict.fromkeys("not run" if run.status == "missing" else run.status for run in arm.unfinished))
+
+
+def delta_parameters(arm: Arm, baseline: Arm) -> float:
+    """Non-embedding parameters beyond the baseline's, in per cent."""
+    return 100 * (arm.non_embedding - baseline.non_embedding) / baseline.non_embedding
+
+
+def signed_parameters(arm: Arm, baseline: Arm) -> str:
+    """`+12.5 %`; small changes keep the digits that tell them from none."""
+    change = delta_parameters(arm, baseline)
+    return signed(change, 1 if change == 0 or abs(change) >= 1 else 2 if abs(change) >= 0.1 else 3, "%")
+
+
+def terminal_table(results: StudyResults) -> Group:
+    """What `rich` prints at the end of a comparison: one row per arm, then the verdict in words."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", pad_edge=False)
+    table.add_column("arm", overflow="fold")
+    for name in ("seeds", "N.E. params", "val loss", "diff [95 %]", "ΔLL", "ΔPPX", "tokens/s"):
+        table.add_column(name, justify="right")
+    for arm, row in zip(results.arms, summary_rows(results), strict=True):
+        diff = signed(row["diff"], 4)
+        if row["diff_low"] is not None:
+            diff += f"\n[{signed(row['diff_low'], 4)}, {signed(row['diff_high'], 4)}]"
+        cells = (
+            arm.label,
+            f"{row['seeds_n']}/{len(results.seeds)}",
+            f"{row['non_embedding']:,}",
+            loss_in_words(arm),
+            diff,
+            signed(row["dll_percent"], 2, "%"),
+            signed(row["dppx_percent"], 2, "%"),
+            plain(row["tokens_per_s"], 0),
+        )
+        table.add_row(*(Text(cell) for cell in cells))  # Text, not markup: a label may hold brackets
+    return Group(table, Text(overall_verdict(results)))
+
+
+def csv_table(results: StudyResults) -> str:
+    """`summary_rows` as CSV, numbers in full, an empty cell where a number is not defined."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, ROW_KEYS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(summary_rows(results))
+    return out.getvalue()
+
+
+# --------------------------------------------------------------------------------------------------------------- LaTeX
+
+_TEX = {
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "$": r"\$",
+    "&": r"\&",
+    "#": r"\#",
+    "%": r"\%",
+    "_": r"\_",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "[": "{[}",  # after a line's \\ a bracket would be read as its argument
+    "−": r"$-$",
+    "–": "--",
+    "Δ": r"$\Delta$",
+}
+
+
+def tex_escape(text: str) -> str:
+    return "".join(_TEX.get(char, char) for char in text)
+
+
+def tex_table(results: StudyResults) -> str:
+    r"""Table 1's columns and the number of seeds, for `\input` in a document that uses booktabs."""
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{tabular}{lrrrrrrrr}",
+        r"\toprule",
+        r"Config & $\Delta$ N.E. params & $\lambda$ (WD) & $\eta_{\max}$ & $\eta_{\min}$ & Seeds & Val loss"
+        r" & $\Delta$ LL & $\Delta$ PPX \\",
+        r"\midrule",
+    ]
+    for arm, row in zip(results.arms, summary_rows(results), strict=True):
+        reference = arm.name == results.baseline.name
+        cells: list[Any] = [
+            arm.label,
+            "ref." if reference else signed_parameters(arm, results.baseline),
+            *(rate(arm.setting(path)) for path in ("train.weight_decay", "train.lr", "train.min_lr")),
+            f"{row['seeds_n']}/{len(results.seeds)}",
+            loss_in_words(arm),
+            "ref." if reference else signed(row["dll_percent"], 2, "%"),
+            "ref." if reference else signed(row["dppx_percent"], 2, "%"),
+        ]
+        lines.append(
+            " & ".join([tex_escape(cells[0]), *(_tex_number(tex_escape(cell)) for cell in cells[1:])]) + r" \\"
+        )
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _tex_number(text: str) -> str:
+    """`6e-4` as a power of ten."""
+    return re.sub(r"^([\d.]+)e(-?\d+)$", r"$\1\\cdot10^{\2}$", text)

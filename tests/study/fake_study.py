@@ -1,0 +1,177 @@
+"""Writes study folders of invented numbers, to test what reads them. No number here was ever measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from qurve.runfolder import RunFolder
+
+STEPS = 400
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "model": {
+            "n_layers": 4,
+            "d_model": 128,
+            "n_heads": 4,
+            "d_ff": 512,
+            "context": 128,
+            "vocab_size": 2048,
+            "query": {"kind": "linear"},
+        },
+        "data": {"fingerprint": "f" * 64, "order": "epochs"},
+        "train": {"lr": 2e-3, "min_lr": 2e-4, "weight_decay": 0.1, "steps": STEPS, "tokens_per_step": 2048, "seed": 1},
+        "eval": {"every": 20},
+    }
+    for path, value in changes.items():
+        *nodes, leaf = path.split("__")
+        node = tree
+        for name in nodes:
+            node = node[name]
+        node[leaf] = value
+    return tree
+
+
+def arm(name: str, label: str, gain: float = 0.0, *, non_embedding: int = 800_000, **more: Any) -> dict[str, Any]:
+    """An arm of `write_study`; `gain` in nats is what it is better than the baseline at the end, before the noise."""
+    tree = more.pop("config", None) or config()
+    return {"name": name, "label": label, "gain": gain, "config": tree, "non_embedding": non_embedding, **more}
+
+
+BASELINE = arm(
+    "baseline",
+    "Baseline",
+    paper={"weight_decay": "0.10", "lr": "6e-4", "min_lr": "6e-5", "val_loss": "2.9441", "delta_params": "ref."},
+)
+WIDER = arm(
+    "mlp-4.75",
+    "MLP 4.75",
+    0.004,
+    non_embedding=900_000,
+    config=config(model__d_ff=608, train__lr=4e-3, train__min_lr=4e-4),
+)
+NONLINEAR = arm(
+    "res-gelu",
+    "Res. GELU (nonlinear query)",
+    0.05,
+    non_embedding=800_512,
+    config=config(model__query={"kind": "bottleneck", "width": 64, "scale": 0.5}, train__lr=8e-3, train__min_lr=1.6e-4),
+    paper={
+        "delta_params": "~0.03 %",
+        "weight_decay": "0.10",
+        "lr": "3.6e-3",
+        "min_lr": "2e-5",
+        "val_loss": "2.8736",
+        "dll": "+2.40 %",
+        "dppx": "+6.81 %",
+    },
+)
+THREE_ARMS = (BASELINE, WIDER, NONLINEAR)
+
+
+def write_study(
+    folder: Path,
+    arms: tuple[dict[str, Any], ...] = THREE_ARMS,
+    *,
+    seeds: tuple[int, ...] = (1, 2, 3),
+    title: str = "Is a nonlinear query worth it?",
+    fates: dict[tuple[str, int], str] | None = None,
+    search: bool = True,
+    finals: dict[tuple[str, int], float] | None = None,
+) -> Path:
+    """A whole study; `fates[arm, seed]` makes a run `missing`, `running`, `failed`, `stopped` or `diverged`, or gives
+    it batches of its own (`other-batches`); `finals[arm, seed]` sets the last validation loss.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    described = [
+        {
+            "total": a["non_embedding"] + 278_528,
+            "flops_per_token": 6.0 * a["non_embedding"],
+            "paper": None,
+            **{key: value for key, value in a.items() if key != "gain"},
+        }
+        for a in arms
+    ]
+    study = {
+        "format": 1,
+        "name": "small",
+        "title": title,
+        "baseline": arms[0]["name"],
+        "seeds": list(seeds),
+        "command": "qurve compare small --seeds 3",
+        "arms": described,
+        "search": _search(arms) if search else None,
+    }
+    (folder / "study.json").write_text(json.dumps(study), encoding="utf-8")
+    for a in arms:
+        for seed in seeds:
+            fate = (fates or {}).get((a["name"], seed), "finished")
+            if fate != "missing":
+                _write_run(folder / "runs" / a["name"] / f"seed-{seed}", a, seed, fate, finals or {})
+    return folder
+
+
+def _write_run(path: Path, a: dict[str, Any], seed: int, fate: str, finals: dict[tuple[str, int], float]) -> None:
+    run = RunFolder(path)
+    environment = {
+        "python": "3.11.9",
+        "torch": "2.13.0",
+        "platform": "Linux x86_64",
+        "cpu": "a made-up processor",
+        "cores": 2,
+        "threads": 1,
+        "device": "cpu",
+        "precision": "bf16",
+        "compiled": True,
+        "compile_note": "",
+        "commit": "0" * 40,
+        "started": f"2026-01-01T00:0{seed}:00Z",
+    }
+    run.create(json.dumps({"format": 1, **a["config"]}), "hash", environment)
+    noise = random.Random(f"{a['name']}/{seed}")
+    shift = random.Random(seed).gauss(0, 0.02)  # shared by the arms of a seed, as their batches are
+    own = noise.gauss(0, 0.004)
+    lines: list[dict[str, Any]] = []
+    last = STEPS if fate in ("finished", "other-batches") else 140
+    for step in range(last + 1):
+        ideal = 3.4 + shift + own + 4.2 * math.exp(-step / 60) + 0.6 * (1 - step / STEPS)
+        ideal -= a["gain"] * min(1, 2 * step / STEPS)
+        if step % 20 == 0:
+            loss = finals.get((a["name"], seed), ideal) if step == STEPS else ideal
+            lines.append({"step": step, "split": "val", "loss": loss, "tokens": 65_536})
+        if step > 0:
+            data = f"{seed}/{step}" + (a["name"] if fate == "other-batches" and step >= 7 else "")
+            line = {"step": step, "loss": ideal + noise.gauss(0, 0.05), "lr": 1e-3, "grad_norm": 1.0}
+            line |= {"tokens": 2048 * step, "seconds": step * 0.1 * (1 + 0.01 * seed)}
+            lines.append({**line, "batch_sha": hashlib.sha256(data.encode()).hexdigest()})
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    if fate != "running":
+        why = {"diverged": "the loss is not finite", "failed": "out of memory", "stopped": "interrupted"}.get(fate, "")
+        run.set_status("finished" if fate == "other-batches" else fate, step=last, why=why)  # type: ignore[arg-type]
+
+
+def _search(arms: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    scores, chosen = [], {}
+    for a in arms:
+        best = a["config"]["train"]["lr"]
+        for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2):
+            for floor in (0.02, 0.1):
+                loss = (
+                    5.2 + 0.05 * math.log2(lr / best) ** 2 + 0.02 * abs(floor - a["config"]["train"]["min_lr"] / best)
+                )
+                point = {"train.lr": lr, "train.min_lr": lr * floor}
+                broken = lr > 1e-2 and best < 3e-3
+                status = "diverged" if broken else "finished"
+                scores.append(
+                    {"arm": a["name"], **point, "seed": 0, "val_loss": None if broken else loss, "status": status}
+                )
+                if lr == best and math.isclose(lr * floor, a["config"]["train"]["min_lr"]):
+                    chosen[a["name"]] = {**point, "val_loss": loss}
+        chosen.setdefault(a["name"], {"train.lr": best, "train.min_lr": best * 0.1, "val_loss": 5.2})
+    return {"evidence": "results/search.json", "seeds": [0], "steps": 200, "chosen": chosen, "scores": scores}

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import matplotlib.text
+import pytest
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, write_study
+
+from qurve.study import figures
+from qurve.study.results import load
+
+DRAW = (figures.curves_figure, figures.differences_figure, figures.search_figure)
+
+
+def curve(axes, colour, width):
+    """The line of this colour and width, as {x: y}."""
+    (line,) = [
+        x for x in axes.lines if x.get_color() == colour and x.get_linewidth() == width and len(x.get_xdata()) > 2
+    ]
+    return dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+
+
+def test_curves_show_the_means_and_the_gain_of_the_pairs(tmp_path):
+    results = load(write_study(tmp_path, fates={("res-gelu", 3): "failed"}))
+    top, bottom = figures.curves_figure(results).axes
+    arm, base = results.arms[2], results.baseline
+    mean = sum(dict(arm.runs[s].val)[400] for s in (1, 2)) / 2
+    reference = sum(dict(base.runs[s].val)[400] for s in (1, 2)) / 2
+    assert curve(top, figures.PALETTE[2], 1.7)[400] == pytest.approx(mean)
+    assert curve(bottom, figures.PALETTE[2], 1.7)[400] == pytest.approx(100 * (reference - mean) / reference)
+    assert min(curve(top, figures.PALETTE[0], 1.7)) == 40  # the first twelfth is left out
+    assert "MLP 4.75, training (smoothed)" in top.get_legend_handles_labels()[1]  # the best whole arm
+    assert "step" in bottom.get_xlabel()
+    assert "nats" in top.get_ylabel()
+
+
+def test_a_diverged_run_is_marked_and_enters_no_mean(tmp_path):
+    fates = {("res-gelu", seed): "diverged" for seed in (1, 2, 3)}
+    top, bottom = figures.curves_figure(load(write_study(tmp_path, fates=fates))).axes
+    marks = [line for line in top.lines if line.get_marker() == "x"]
+    assert [list(mark.get_xdata()) for mark in marks] == [[140]] * 3
+    assert "Res. GELU (nonlinear query) (no seed …" in top.get_legend_handles_labels()[1]
+    assert not any(len(line.get_xdata()) for line in bottom.lines if line.get_color() == figures.PALETTE[2])
+
+
+def test_smoothing_keeps_a_constant_and_averages_noise():
+    assert figures.smoothed([(s, 2.0) for s in range(9)]) == [(s, 2.0) for s in range(9)]
+    zigzag = figures.smoothed([(s, float(s % 2)) for s in range(400)])
+    assert all(abs(value - 0.5) < 0.1 for _, value in zigzag)
+    assert figures.smoothed([]) == []
+
+
+def test_search_rings_the_chosen_and_crosses_the_broken(tmp_path):
+    (axes,) = figures.search_figure(load(write_study(tmp_path))).axes
+    rings = [line for line in axes.lines if line.get_markersize() == 11]
+    assert [line.get_xdata()[0] for line in rings] == [2e-3, 4e-3, 8e-3]
+    crosses = [x for line in axes.lines if line.get_marker() == "x" for x in line.get_xdata()]
+    assert set(crosses) == {1.6e-2}
+    assert axes.get_xscale() == "log"
+
+
+def test_two_seeds_get_no_interval_in_the_figure(tmp_path):
+    for n, bars in ((2, 0), (3, 2)):
+        results = load(write_study(tmp_path / str(n), THREE_ARMS, seeds=tuple(range(n))))
+        (axes,) = figures.differences_figure(results).axes
+        assert len([line for line in axes.lines if line.get_linewidth() == 2.4]) == bars
+
+
+@pytest.mark.parametrize("draw", DRAW)
+def test_figures_are_the_same_twice_and_themed_ones_follow_the_page(tmp_path, draw):
+    results = load(write_study(tmp_path))
+    once, twice = (figures.svg(draw(results), "salt", themed=False) for _ in range(2))
+    assert once == twice
+    assert "<dc:date>" not in once
+    assert figures.png(draw(results)) == figures.png(draw(results))
+    themed = figures.svg(draw(results, figures.NARROW), "salt", themed=True)
+    ET.fromstring(themed)
+    assert "currentColor" in themed
+    assert "var(--arm-1)" in themed
+    assert not any(colour in themed for colour in (figures.INK, *figures.PALETTE))
+    assert "http:" not in themed.replace("http://www.w3.org/", "")
+
+
+def test_labels_are_text_not_markup_and_not_mathematics(tmp_path):
+    hostile = "<script>alert(1)</script> $x_1$ #0072b2"
+    results = load(write_study(tmp_path, (BASELINE, arm("new", hostile))))
+    fig = figures.differences_figure(results)
+    themed = figures.svg(fig, "salt", themed=True)
+    assert "<script" not in themed
+    assert any(text.get_text().startswith("<script>") for text in fig.findobj(matplotlib.text.Text))
+    texts = [node.text for node in ET.fromstring(themed).iter("{http://www.w3.org/2000/svg}text")]
+    assert any(text and text.startswith("<script>alert") for text in texts)
+
+
+def test_an_unfamiliar_script_draws_without_warning(tmp_path):
+    results = load(write_study(tmp_path, (BASELINE, arm("new", "単"))))
+    assert figures.png(figures.curves_figure(results)).startswith(b"\x89PNG")
+
+
+def test_a_study_of_nothing_yet_is_drawn(tmp_path):
+    fates = {(name, seed): "missing" for name in ("baseline", "res-gelu") for seed in (1, 2, 3)}
+    results = load(write_study(tmp_path, (BASELINE, NONLINEAR), fates=fates))
+    for draw in DRAW:
+        ET.fromstring(figures.svg(draw(results), "salt", themed=True))

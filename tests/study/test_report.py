@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+import pytest
+from fake_study import BASELINE, NONLINEAR, WIDER, arm, config, write_study
+
+from qurve.errors import BadInput
+from qurve.study.report import write_report
+
+HOSTILE = "<script>alert(1)</script>{{ 7 * 7 }} & " + "long" * 30
+MESSY = (
+    BASELINE,
+    WIDER,
+    NONLINEAR,
+    arm("hostile", HOSTILE, -0.05, config=config(train__weight_decay=0.05)),
+    arm("undecided", "Undecided", 0.001),
+)
+FATES = {("mlp-4.75", 2): "diverged", ("res-gelu", 3): "missing", ("hostile", 1): "failed", ("undecided", 1): "running"}
+
+
+def text_of(page: Path) -> str:
+    body = re.sub(r"<(style|svg)\b.*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).replace("\u00a0", " ").split())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return write_report(write_study(tmp_path_factory.mktemp("whole")))
+
+
+@pytest.fixture(scope="module")
+def messy(tmp_path_factory):
+    return write_report(write_study(tmp_path_factory.mktemp("messy"), MESSY, fates=FATES, search=False))
+
+
+def test_the_page_says_what_was_found_and_how_it_is_known(whole):
+    text = text_of(whole)
+    for words in (
+        "Is a nonlinear query worth it?",
+        "lower loss than the baseline by 0.05",
+        "Cannot be told apart from the noise (3 seeds).",
+        "95 % interval",
+        "this model size, this data and this training length",
+        "not corrected for comparing 2 arms",
+        "+12.5 %",
+        "+0.064 %",
+        "2.8736",  # the paper's printed value, and that it is of another scale
+        "another scale",
+        "Shown: every arm saw the same batches.",
+        "seed 2: 3 arms, 400 updates, all the same",
+        "model.query.kind linear linear bottleneck",
+        "train.lr 2e-3 4e-3 8e-3",
+        "a made-up processor",
+        "8.22",  # the loss at the start
+        "step 400",
+        "results/search.json",
+        "did not finish",
+        "qurve compare small --seeds 3",
+    ):
+        assert words.lower() in text.lower(), words
+    assert "Before you believe it" not in text
+    assert "train.seed" not in text
+
+
+def test_what_went_wrong_is_named_and_never_averaged_in(messy):
+    text = text_of(messy)
+    for words in (
+        "Before you believe it",
+        "No verdict: seed 2 diverged.",
+        "No verdict yet: seed 3 not run.",
+        "Two seeds decide nothing; left out: seed 1 failed.",
+        "No verdict yet: seed 1 running.",
+        "diverged (after step 140: the loss is not finite)",
+        "running (step 140)",
+        "11 of 15 runs finished",
+        "An untuned comparison can say the opposite",
+        "The same wherever two arms ran; some runs are missing.",
+    ):
+        assert words in text, words
+    assert "Lower loss than the baseline" not in text
+    assert HOSTILE in text
+
+
+def test_other_batches_are_shouted(tmp_path):
+    page = write_report(write_study(tmp_path, fates={("res-gelu", 2): "other-batches"}))
+    text = text_of(page)
+    assert "Not so: the arms did not see the same batches." in text
+    assert text.count("seed 2: baseline and res-gelu did not see the same batch at step 7") >= 3
+
+
+def test_one_file_needs_nothing_else(whole, messy):
+    for page in (whole, messy):
+        source = page.read_text(encoding="utf-8")
+        assert "<script" not in source
+        assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', source)
+        assert not re.findall(r"url\((?!#)", source)
+        ids = re.findall(r'\bid="([^"]+)"', source)
+        assert len(ids) == len(set(ids))
+
+
+def test_the_folder_holds_table_and_figures_and_nothing_half_written(whole, messy):
+    figures = {f"{name}.{kind}" for name in ("curves", "differences", "search") for kind in ("svg", "png")}
+    files = {file.name for file in whole.parent.iterdir()}
+    assert files == figures | {"report.html", "table.csv", "table.tex"}
+    assert {file.name for file in messy.parent.iterdir()} == files - {"search.svg", "search.png"}
+    assert all(file.stat().st_size > 100 for file in whole.parent.iterdir())
+
+
+def test_the_same_study_gives_the_same_bytes(whole):
+    before = {file.name: file.read_bytes() for file in whole.parent.iterdir()}
+    write_report(whole.parent.parent)
+    assert {file.name: file.read_bytes() for file in whole.parent.iterdir()} == before
+
+
+def test_a_single_arm_and_a_single_seed_are_reported(tmp_path):
+    assert "nothing to compare" in text_of(write_report(write_study(tmp_path / "arm", (BASELINE,))))
+    assert "One seed: no verdict." in text_of(write_report(write_study(tmp_path / "seed", seeds=(1,))))
+
+
+def test_nothing_is_made_where_there_is_no_study(tmp_path):
+    with pytest.raises(BadInput, match="not a study folder"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_renders_in_a_browser(browser, whole, messy, width, scheme):
+    for page_file in (whole, messy):
+        context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+        page = context.new_page()
+        complaints, requests = [], []
+        page.on("console", lambda message, found=complaints: found.append(message.text))
+        page.on("pageerror", lambda error, found=complaints: found.append(str(error)))
+        page.on("request", lambda request, found=requests: found.append(request.url))
+        page.goto(page_file.as_uri())
+        assert complaints == []
+        assert [url for url in requests if not url.startswith("data:")] == [page_file.as_uri()]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.body.scrollWidth") <= width
+        for element in ("#verdict", "#summary", "#curves", "#batches", "#changed", "#runs"):
+            assert page.locator(element).is_visible(), element
+        shown = page.locator("#curves svg:visible")
+        assert shown.count() == 1
+        assert shown.bounding_box()["width"] > 0.8 * min(width, 1000) - 40
+        background, ink, axis = (
+            sum(map(int, re.findall(r"\d+", page.evaluate(script))[:3])) / 3
+            for script in (
+                "getComputedStyle(document.body).backgroundColor",
+                "getComputedStyle(document.body).color",
+                "getComputedStyle([...document.querySelectorAll('#curves svg text')].at(0)).fill",
+            )
+        )
+        assert (background < 60 and ink > 190 and axis > 190) if scheme == "dark" else (background > 230 and ink < 60)
+        context.close()

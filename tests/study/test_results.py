@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, write_study
+
+from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
+from qurve.study.results import doubts, identical_batches, load
+
+
+def change(folder: Path, **fields) -> Path:
+    file = folder / "study.json"
+    tree = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({key: value for key, value in tree.items() if value != "gone"}))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def test_a_whole_study(tmp_path):
+    results = load(write_study(tmp_path))
+    assert [arm.name for arm in results.arms] == ["baseline", "mlp-4.75", "res-gelu"]
+    assert results.baseline.name == "baseline"
+    assert [arm.name for arm in results.others] == ["mlp-4.75", "res-gelu"]
+    assert all(run.finished for run in results.runs)
+    run = results.arms[1].runs[2]
+    lines = RunFolder(tmp_path / "runs/mlp-4.75/seed-2").eval_lines("val")
+    assert run.val_loss == lines[-1]["loss"]
+    assert run.val[0] == (0, lines[0]["loss"])
+    assert len(run.train) == len(run.batch_digests) == run.step == 400
+    assert results.best is results.arms[2]
+    assert doubts(results) == []
+
+
+@pytest.mark.parametrize(
+    ("fate", "words"),
+    [
+        ("missing", "not run"),
+        ("running", "running (step 140)"),
+        ("diverged", "diverged (after step 140: the loss is not finite)"),
+        ("failed", "failed (after step 140: out of memory)"),
+        ("stopped", "stopped (after step 140: interrupted)"),
+    ],
+)
+def test_what_did_not_finish_has_a_word_and_no_loss(tmp_path, fate, words):
+    results = load(write_study(tmp_path, fates={("res-gelu", 2): fate}))
+    run = results.arms[2].runs[2]
+    assert run.in_words == words
+    assert run.val_loss is None
+    assert [run.seed for run in results.arms[2].finished] == [1, 3]
+    assert results.best is results.arms[1]  # the better arm is not whole
+    assert any(words in doubt for doubt in doubts(results))
+
+
+def test_a_finished_run_needs_a_finite_last_loss(tmp_path):
+    write_study(tmp_path, finals={("mlp-4.75", 1): 3.0})
+    for seed, text in ((1, "NaN"), (2, "null")):
+        file = tmp_path / f"runs/mlp-4.75/seed-{seed}/metrics.jsonl"
+        lines = file.read_text().splitlines()
+        last = max(i for i, line in enumerate(lines) if '"split"' in line)
+        tree = json.loads(lines[last])
+        lines[last] = json.dumps(tree).replace(str(tree["loss"]), text)
+        file.write_text("\n".join(lines) + "\n")
+    runs = load(tmp_path).arms[1].runs
+    assert (runs[1].status, runs[1].val_loss) == ("diverged", None)
+    assert (runs[2].status, runs[2].val_loss) == ("failed", None)
+    assert all(math.isfinite(loss) for _, loss in runs[1].val)
+
+
+def test_of_a_resumed_step_the_last_line_counts_and_other_splits_do_not(tmp_path):
+    write_study(tmp_path)
+    run = RunFolder(tmp_path / "runs/baseline/seed-1")
+    run.append({"step": 400, "split": "val", "loss": 1.25, "tokens": 1})
+    run.append({"step": 400, "split": "train", "loss": 9.0, "tokens": 1})
+    assert load(tmp_path).baseline.runs[1].val_loss == 1.25
+
+
+def test_a_run_that_has_only_begun_its_folder_is_missing(tmp_path):
+    write_study(tmp_path, fates={("baseline", 1): "missing"})
+    (tmp_path / "runs/baseline/seed-1").mkdir()
+    assert load(tmp_path).baseline.runs[1].status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"format": 2}, "format 1"),
+        ({"arms": "gone"}, "'arms' is missing"),
+        ({"seeds": 3}, "wrong type"),
+        ({"baseline": "basline"}, "did you mean 'baseline'"),
+    ],
+)
+def test_a_broken_study_is_refused_by_name(tmp_path, fields, message):
+    with pytest.raises(BadInput, match=message):
+        load(change(write_study(tmp_path, fates={}), **fields))
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", "..", "", "a\\b"])
+def test_an_arm_cannot_lead_out_of_the_study(tmp_path, name):
+    with pytest.raises(BadInput, match="cannot be an arm's name"):
+        load(change(write_study(tmp_path), arms=[json.loads(json.dumps({**BASELINE, "name": name}))]))
+
+
+def test_two_arms_of_one_name_are_refused(tmp_path):
+    tree = json.loads((write_study(tmp_path) / "study.json").read_text())
+    with pytest.raises(BadInput, match="same name"):
+        load(change(tmp_path, arms=tree["arms"] * 2))
+
+
+def test_not_a_study(tmp_path):
+    with pytest.raises(BadInput, match=r"no study\.json; give the folder"):
+        load(tmp_path)
+    (tmp_path / "study.json").write_text("{")
+    with pytest.raises(BadInput, match="not JSON"):
+        load(tmp_path)
+
+
+def test_labels_become_one_printable_line(tmp_path):
+    results = load(write_study(tmp_path, (BASELINE, arm("new", "two\nlines\x1b[31m\x00 ")), fates={}))
+    assert results.others[0].label == "two lines[31m"
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def test_batches_are_shown_identical(tmp_path):
+    proof = identical_batches(load(write_study(tmp_path)))
+    assert proof.identical
+    assert proof.complete
+    assert [(seed.seed, seed.steps, len(seed.arms)) for seed in proof.seeds] == [(1, 400, 3), (2, 400, 3), (3, 400, 3)]
+    assert len({seed.digest for seed in proof.seeds}) == 3
+
+
+def test_the_first_differing_step_is_named(tmp_path):
+    proof = identical_batches(load(write_study(tmp_path, fates={("res-gelu", 2): "other-batches"})))
+    assert not proof.identical
+    assert proof.differences == ["seed 2: baseline and res-gelu did not see the same batch at step 7"]
+    assert proof.difference_of("res-gelu", "baseline") == proof.differences[0]
+    assert proof.difference_of("mlp-4.75", "baseline") is None
+
+
+def test_a_step_that_one_run_did_not_record_is_not_shown(tmp_path):
+    write_study(tmp_path)
+    file = tmp_path / "runs/mlp-4.75/seed-1/metrics.jsonl"
+    lines = [line for line in file.read_text().splitlines() if '"step": 9,' not in line]
+    file.write_text("\n".join(lines) + "\n")
+    assert identical_batches(load(tmp_path)).differences == [
+        "seed 1: baseline and mlp-4.75 did not see the same batch at step 9"
+    ]
+
+
+def test_runs_without_digests_are_not_shown(tmp_path):
+    write_study(tmp_path, (BASELINE, NONLINEAR), seeds=(1,))
+    for name in ("baseline", "res-gelu"):
+        file = tmp_path / f"runs/{name}/seed-1/metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps({k: v for k, v in x.items() if k != "batch_sha"}) + "\n" for x in lines))
+    assert not identical_batches(load(tmp_path)).identical
+
+
+def test_a_shorter_run_is_compared_as_far_as_it_came(tmp_path):
+    proof = identical_batches(load(write_study(tmp_path, fates={("res-gelu", 1): "diverged"})))
+    assert proof.identical
+    assert proof.seeds[0].steps == 140
+
+
+def test_nothing_is_shown_by_one_run_alone(tmp_path):
+    fates = {(name, 3): "missing" for name in ("mlp-4.75", "res-gelu")}
+    proof = identical_batches(load(write_study(tmp_path, fates=fates)))
+    assert not proof.identical
+    assert proof.seeds[2].steps == 0
+    assert proof.differences == []
+
+
+# -------------------------------------------------------------------------------------------------------------- doubts
+
+
+def test_an_optimum_at_the_edge_of_the_grid_is_flagged(tmp_path):
+    edge = arm("edge", "Edge", config=config(train__lr=1e-3, train__min_lr=1e-4))
+    found = doubts(load(write_study(tmp_path, (BASELINE, edge))))
+    assert found == [
+        "Edge: the chosen peak rate 0.001 is at the edge of its grid (0.001 to 0.016); a better one may lie outside."
+    ]
+
+
+def test_a_search_that_was_not_followed_or_not_equal_is_flagged(tmp_path):
+    write_study(tmp_path)
+    search = json.loads((tmp_path / "study.json").read_text())["search"]
+    search["chosen"]["mlp-4.75"] = {"train.lr": 2e-3, "train.min_lr": 4e-5, "val_loss": 5.3}
+    search["scores"] = [s for s in search["scores"] if s["arm"] != "res-gelu" or s["train.lr"] != 4e-3]
+    found = doubts(load(change(tmp_path, search=search)))
+    assert found == [
+        "The arms were not searched over the same grid and seeds.",
+        "MLP 4.75: the chosen point is not the one of the lowest loss in its search.",
+        "MLP 4.75: trained at train.lr = 0.004, though the search chose 0.002.",
+        "MLP 4.75: trained at train.min_lr = 0.0004, though the search chose 4e-05.",
+    ]
+
+
+def test_no_search_and_a_second_machine_are_flagged(tmp_path):
+    write_study(tmp_path, THREE_ARMS, search=False)
+    file = tmp_path / "runs/res-gelu/seed-3/environment.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"cpu": "another"}))
+    found = doubts(load(tmp_path))
+    assert 'The runs differ in cpu: "a made-up processor", "another".' in found
+    assert any("No learning-rate search" in doubt for doubt in found)
+
+
+def test_different_training_lengths_are_flagged(tmp_path):
+    write_study(tmp_path)
+    RunFolder(tmp_path / "runs/res-gelu/seed-3").append({"step": 420, "split": "val", "loss": 3.0, "tokens": 1})
+    assert "The finished runs were last evaluated at different steps: 400, 420." in doubts(load(tmp_path))

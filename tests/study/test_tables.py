@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pytest
+from fake_study import BASELINE, arm, write_study
+from rich.console import Console
+
+from qurve.study.results import load
+from qurve.study.statistics import ROW_KEYS, summary_rows
+from qurve.study.tables import csv_table, rate, signed, terminal_table, tex_escape, tex_table
+
+HOSTILE = r"[red]\input{x} $x_1$ 50 % & #1 ~ ^ <b>"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (6e-4, "6e-4"),
+        (3.6e-3, "3.6e-3"),
+        (5.66e-4, "5.66e-4"),
+        (0.1, "0.1"),
+        (0.05, "0.05"),
+        (0.0, "0"),
+        (1e-10, "1e-10"),
+    ],
+)
+def test_rates_are_written_as_people_write_them(value, text):
+    assert rate(value) == text
+    assert float(text) == value
+
+
+def test_signs():
+    assert signed(0.938, 2, "%") == "+0.94 %"
+    assert signed(-0.0123, 4) == "−0.0123"
+    assert signed(-0.00001, 4) == signed(0.0, 4) == "0.0000"
+    assert signed(None, 2, "%") == "–"
+
+
+def test_csv_holds_the_rows_in_full(tmp_path):
+    results = load(write_study(tmp_path, fates={("mlp-4.75", 1): "diverged"}))
+    read = list(csv.DictReader(io.StringIO(csv_table(results))))
+    rows = summary_rows(results)
+    assert list(read[0]) == list(ROW_KEYS)
+    for line, row in zip(read, rows, strict=True):
+        assert line == {key: "" if value is None else str(value) for key, value in row.items()}
+    assert float(read[2]["diff"]) == rows[2]["diff"]
+
+
+def test_tex_escapes_every_special_and_counts_its_columns(tmp_path):
+    text = tex_table(load(write_study(tmp_path, (BASELINE, arm("new", HOSTILE)))))
+    for line in ("\\toprule", "\\midrule", "\\bottomrule", "\\begin{tabular}{lrrrrrrrr}", "\\end{tabular}"):
+        assert text.count(line) == 1
+    body = [line for line in text.splitlines() if line.endswith("\\\\")]
+    assert len(body) == 3
+    assert all(len(re.findall(r"(?<!\\)&", line)) == 8 for line in body)
+    assert r"{[}red]\textbackslash{}input\{x\} \$x\_1\$ 50 \% \& \#1 \textasciitilde{} \textasciicircum{}" in body[2]
+    assert r"$2\cdot10^{-3}$" in body[1]
+
+
+def test_tex_leaves_no_special_bare():
+    escaped = tex_escape("\\{}$&#%_~^")
+    bare = re.sub(r"\\(textbackslash|textasciitilde|textasciicircum)\{\}|\\[{}$&#%_]", "", escaped)
+    assert bare == ""
+
+
+def test_terminal_table_shows_numbers_verdict_and_hostile_labels(tmp_path):
+    worse = arm("worse", HOSTILE, -0.05)
+    results = load(write_study(tmp_path, (BASELINE, worse), fates={("baseline", 9): "missing"}))
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(terminal_table(results))
+    text = console.export_text()
+    row = summary_rows(results)[1]
+    assert HOSTILE in text
+    assert f"{row['val_loss']:.4f}" in text
+    assert "800,000" in text
+    assert "3/3" in text
+    assert "higher loss than the baseline by" in text
+    assert "this model size" in " ".join(text.split())
+
+
+def test_terminal_table_names_what_became_of_an_arm(tmp_path):
+    fates = {("mlp-4.75", seed): "diverged" for seed in (1, 2, 3)} | {("res-gelu", 1): "running"}
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(terminal_table(load(write_study(tmp_path, fates=fates))))
+    text = console.export_text()
+    assert re.search(r"MLP 4.75 +0/3 +900,000 +diverged +–", text)
+    assert "no verdict yet: seed 1 running" in text
