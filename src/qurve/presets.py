@@ -16,7 +16,7 @@ from typing import Any
 
 from qurve.errors import BadInput, did_you_mean
 from qurve.model.config import ModelConfig
-from qurve.projections import Bottleneck, Identity, ProjectionConfig, Residual
+from qurve.projections import Bottleneck, Identity, Linear, ProjectionConfig, Residual
 from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 
 PRINTED: dict[str, dict[str, str]] = {
@@ -52,6 +52,7 @@ def names() -> list[str]:
 
 # ----------------------------------------------------------------------------------------------- the paper's protocol
 
+LINEAR = Linear()
 PAPER_EVAL = EvalConfig(every=1_000, windows=2_400, splits=("train", "val"))
 PAPER_DATA = DataConfig(corpus="openwebtext", tokenizer="gpt2", order="paper", order_seed=42)
 
@@ -60,21 +61,17 @@ def _paper(
     *,
     d_model: int = 768,
     d_ff: int = 3072,
-    query: ProjectionConfig | None = None,
+    query: ProjectionConfig = LINEAR,
     attention_scale: float | None = None,
     tie_embeddings: bool = True,
     **training: Any,
 ) -> RunConfig:
     """12 layers, 12 heads, context 1024; 60,000 steps of 480 sequences; the cosine reaches its floor at 60,002."""
     model = ModelConfig(
-        d_model=d_model, d_ff=d_ff, attention_scale=attention_scale, tie_embeddings=tie_embeddings, **_given(query)
+        d_model=d_model, d_ff=d_ff, query=query, attention_scale=attention_scale, tie_embeddings=tie_embeddings
     )
-    settings = {"steps": 60_000, "horizon": 60_002, "checkpoint_every": 1_000, **training}
+    settings: dict[str, Any] = {"steps": 60_000, "horizon": 60_002, "checkpoint_every": 1_000, **training}
     return RunConfig(model, PAPER_DATA, TrainConfig(**settings), PAPER_EVAL)
-
-
-def _given(query: ProjectionConfig | None) -> dict[str, ProjectionConfig]:
-    return {} if query is None else {"query": query}
 
 
 def _res_gelu(weight_decay: float, lr: float, min_lr: float) -> RunConfig:
@@ -121,8 +118,8 @@ _PRESETS: dict[str, Callable[[], RunConfig]] = {
 # ------------------------------------------------------------------------------------------------- small enough for CPU
 
 SMALL_MODELS: dict[str, ModelConfig] = {
-    arm: ModelConfig(n_layers=4, d_model=128, n_heads=4, d_ff=d_ff, context=128, vocab_size=2048, **_given(query))
-    for arm, d_ff, query in (("baseline", 512, None), ("mlp-4.75", 608, None), ("res-gelu", 512, Bottleneck()))
+    arm: ModelConfig(n_layers=4, d_model=128, n_heads=4, d_ff=d_ff, context=128, vocab_size=2048, query=query)
+    for arm, d_ff, query in (("baseline", 512, LINEAR), ("mlp-4.75", 608, LINEAR), ("res-gelu", 512, Bottleneck()))
 }
 SMALL_DATA = DataConfig(tokenizer="bpe:2048")
 SMALL_TRAIN = TrainConfig(steps=300, tokens_per_step=2048, warmup_steps=20, compile=False)

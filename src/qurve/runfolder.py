@@ -4,6 +4,7 @@
     environment.json   versions, hardware, commit
     metrics.jsonl      the truth; one object a line
     checkpoints/       step-00000400/model.safetensors, and beside it state.json
+    data/              the embedded corpus, where the run had no other data
     status.json        {"status": running | finished | diverged | failed | stopped, "why": …, "step": …}
 
 Training lines of `metrics.jsonl`: `step loss lr grad_norm tokens seconds batch_sha`. `step` counts finished updates
@@ -51,7 +52,7 @@ class RunFolder:
 
     def create(self, config_json: str, config_hash: str, environment: dict[str, Any]) -> None:
         """Start a run: refuses a folder that holds anything already, so that nothing is ever overwritten."""
-        if self.path.exists() and any(self.path.iterdir()):
+        if self.path.exists() and any(entry.name != "data" for entry in self.path.iterdir()):
             raise BadInput(f"{self.path} is not empty; give another --out, or remove it first")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write_atomic(self.config_file, json.dumps({**json.loads(config_json), "hash": config_hash}, indent=2) + "\n")
@@ -66,6 +67,11 @@ class RunFolder:
         write_atomic(
             self.status_file, json.dumps({"format": FORMAT, "status": status, "step": step, "why": why}) + "\n"
         )
+
+    def mark_dead(self) -> None:
+        """A run whose process is gone without a word: its status would say `running` for ever."""
+        if self.status_file.exists() and self.status()["status"] == "running":
+            self.set_status("failed", step=self.last_step(), why="its process died")
 
     def append(self, line: dict[str, Any]) -> None:
         """Append one metrics line, whole: one write, then flushed. Numbers are written in full."""
@@ -106,6 +112,9 @@ class RunFolder:
 
     def eval_lines(self, split: str = "val") -> list[dict[str, Any]]:
         return [line for line in self.metrics() if line.get("split") == split]
+
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.train_lines()), default=0)
 
     def latest_checkpoint(self) -> Path:
         """The newest complete checkpoint's folder (an incomplete one has no such name: it is renamed when whole)."""

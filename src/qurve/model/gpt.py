@@ -99,7 +99,8 @@ class GPT(nn.Module):
             x_BTD = block(x_BTD, cache)
         if cache is not None:
             cache.advance(length)
-        return self.final_norm(x_BTD)
+        y_BTD: Tensor = self.final_norm(x_BTD)
+        return y_BTD
 
     def loss(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Mean cross-entropy over the targets, in nats per token; softmax in float32."""

@@ -9,6 +9,8 @@ from qurve.config import NOT_HASHED
 from qurve.errors import BadInput
 from qurve.model.config import ModelConfig
 
+Precision = Literal["auto", "float32", "bf16"]
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -58,7 +60,7 @@ class TrainConfig:
     beta2: float = 0.95
     grad_clip: float = 1.0
     """Largest gradient norm; 0 switches clipping off."""
-    precision: Literal["auto", "float32", "bf16"] = "auto"
+    precision: Precision = "auto"
     """Dtype of the matrix products (autocast); weights, norms, softmax and loss stay in float32."""
     compile: bool = True
     """Compile the training step where a C++ compiler is found (on a GPU: always)."""

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from qurve.data.loader import TokenData, TokenSplit
 from qurve.errors import BadInput, Diverged
 from qurve.model.gpt import GPT
 from qurve.model.init import stream_seed
-from qurve.runfolder import RunFolder
+from qurve.runfolder import RunFolder, Status
 from qurve.train.checkpoint import save_checkpoint
 from qurve.train.config import RunConfig
 from qurve.train.optim import build_optimizer
@@ -44,9 +45,10 @@ def train(config: RunConfig, out: str | Path, data: TokenData, progress: Progres
         with machine_settings(config):
             _train(config, run, data, progress)
     except BaseException as error:
-        steps = [line["step"] for line in run.train_lines()]
-        status = {Diverged: "diverged", KeyboardInterrupt: "stopped"}.get(type(error), "failed")
-        run.set_status(status, step=steps[-1] if steps else 0, why=str(error) or type(error).__name__)  # type: ignore[arg-type]
+        status: Status = "failed"
+        if isinstance(error, (Diverged, KeyboardInterrupt)):
+            status = "diverged" if isinstance(error, Diverged) else "stopped"
+        run.set_status(status, step=run.last_step(), why=str(error) or type(error).__name__)
         raise
     run.set_status("finished", step=config.train.updates)
     return run
@@ -65,7 +67,11 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
 
     def evaluate(step: int) -> None:
         for split in config.eval.splits:
-            line = {"step": step, "split": split, **evaluate_loss(model, loss_of, config, data, split, step)}
+            line: dict[str, Any] = {
+                "step": step,
+                "split": split,
+                **evaluate_loss(model, loss_of, config, data, split, step),
+            }
             run.append(line)
             progress.evaluated(line)
 
@@ -82,7 +88,7 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
         for micro_batch in micro_batches:
             with autocast(config):
                 part = loss_of(*batch(config, train_split, micro_batch)) * (len(micro_batch) / sequences)
-            part.backward()
+            torch.autograd.backward(part)
             loss += part.detach()
 
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip or math.inf)
@@ -155,7 +161,7 @@ def batch(config: RunConfig, split: TokenSplit, starts: Starts) -> tuple[Tensor,
 def evaluate_loss(
     model: GPT, loss_of: LossFunction, config: RunConfig, data: TokenData, split: str, step: int
 ) -> dict[str, float]:
-    """Token-weighted mean loss over the evaluation's windows. Weights, gradients and random numbers stay as they were."""
+    """Token-weighted mean loss over the evaluation's windows. Weights, gradients, random numbers stay as they were."""
     starts = evaluation_windows(config, data, split, step)
     size = config.train.micro_batch or config.sequences
     total = 0.0
@@ -186,7 +192,7 @@ def prepare_loss(
     outcome: dict[str, object] = {"compiled": True}
     try:
         with torch.random.fork_rng(), autocast(config):
-            compiled(*example).backward()
+            torch.autograd.backward(compiled(*example))
     except (torch._dynamo.exc.TorchDynamoException, InductorError) as error:
         compiled = model.loss
         reason = str(error).strip().splitlines()[0]

@@ -16,7 +16,7 @@ import torch
 import qurve
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
-from qurve.train.config import RunConfig
+from qurve.train.config import Precision, RunConfig
 
 MODEST_TOKENS = {"cpu": 16_384, "cuda": 65_536}
 """Tokens of one micro-batch at most, where none is given."""
@@ -41,12 +41,12 @@ def resolve(config: RunConfig, data: TokenData) -> RunConfig:
     if data.n_ids > config.model.vocab_size:
         padded = -(-data.n_ids // 64) * 64
         raise BadInput(
-            f"{data.path} has {data.n_ids:,} token ids, the model's vocabulary only {config.model.vocab_size:,}; "
+            f"{data.folder} has {data.n_ids:,} token ids, the model's vocabulary only {config.model.vocab_size:,}; "
             f"add --set model.vocab_size={padded}"
         )
     return dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, path=str(data.path), fingerprint=data.fingerprint),
+        data=dataclasses.replace(config.data, path=str(data.folder), fingerprint=data.fingerprint),
         train=dataclasses.replace(
             train,
             device=device,
@@ -69,7 +69,7 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def resolve_precision(precision: str, kind: str) -> str:
+def resolve_precision(precision: Precision, kind: str) -> Precision:
     """`auto` takes bf16 where the hardware multiplies it: CUDA since Ampere, CPUs with avx512_bf16 or AMX."""
     if precision != "auto":
         return precision

@@ -1,0 +1,315 @@
+"""The command line. Each command is a function; tyro makes the parser from its signature."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional, UseAppendAction, arg
+
+from qurve.config import apply_settings
+from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError
+
+if TYPE_CHECKING:
+    from qurve.train.config import RunConfig
+
+DESCRIPTION = """\
+qurve: nonlinear query projections in transformers, and a fair referee for architecture claims.
+
+The main job is `qurve compare`: it trains the paper's three architectures on the same batches with several seeds and
+says, with intervals, which differences are real.
+
+Exit codes: 0 done; 1 a run failed; 2 the input was refused and nothing was created; 3 the training diverged;
+130 interrupted.
+"""
+
+Settings = Annotated[
+    UseAppendAction[tuple[str, ...]],
+    arg(
+        name="set", metavar="PATH=VALUE", help="Set any field of the configuration, e.g. model.dropout=0.1; repeatable."
+    ),
+]
+Json = Annotated[bool, arg(name="json", help="Print one JSON document to standard output, and nothing else there.")]
+Data = Annotated[Path | None, arg(help="Prepared folder (see `qurve prepare`). Default: the embedded corpus.")]
+Device = Annotated[str | None, arg(help="cpu, cuda or cuda:N. Default: the GPU when there is one.")]
+
+app = tyro.extras.SubcommandApp()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and leave with its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    errors = Console(stderr=True)
+    if arguments in (["--version"], ["-V"]):
+        import qurve
+
+        print(qurve.__version__)
+        return
+    try:
+        code = app.cli(args=arguments or ["--help"], prog="qurve", description=DESCRIPTION)
+    except QurveError as error:
+        errors.print("[bold red]qurve: error:[/] ", end="", highlight=False)
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        errors.print("qurve: interrupted", highlight=False)
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of a pipe is gone: nothing more to say
+        sys.stderr.close()
+        sys.exit(EXIT_FAILED)
+    sys.exit(code)
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+@app.command(name="compare")
+def compare(
+    study: Annotated[
+        Positional[str], arg(help="A built-in study (small, paper) or a Python file exposing STUDY.")
+    ] = "small",
+    data: Data = None,
+    out: Annotated[Path | None, arg(help="The study's folder. Default: runs/STUDY.")] = None,
+    seeds: Annotated[int | None, arg(metavar="N", help="Number of seeds, 1 to N, instead of the study's own.")] = None,
+    workers: Annotated[
+        int | None, arg(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
+    ] = None,
+    steps: Annotated[int | None, arg(metavar="N", help="Steps of every run, instead of the study's own.")] = None,
+    device: Device = None,
+    settings: Settings = (),
+    as_json: Json = False,
+) -> int:
+    """Train every arm of a study with the same seeds on the same batches, then report which differences are real.
+
+    Runs that are finished already are kept: the same command continues a study that was cut short.
+    """
+    from qurve.study.definition import load_study
+    from qurve.study.execute import run_study
+    from qurve.train.data import open_data
+
+    chosen = load_study(study)
+    if seeds is not None:
+        _at_least_one("--seeds", seeds)
+        chosen = dataclasses.replace(chosen, seeds=tuple(range(1, seeds + 1)))
+    if workers is not None:
+        _at_least_one("--workers", workers)
+    chosen = chosen.change(settings, **_given(steps=steps, device=device))
+    folder = out or Path("runs") / chosen.name
+    _refuse_foreign_study(folder)
+    config = chosen.arms[0].config.data
+    if data is not None:
+        config = dataclasses.replace(config, path=str(data))
+    console = _console(as_json)
+    opened = open_data(config, folder / "data")
+    command = " ".join(["qurve", *sys.argv[1:]])
+    failed = run_study(chosen, folder, opened, command=command, workers=workers, say=_plain(console))
+    _show_report(folder, console, as_json)
+    for name, reason in failed.items():
+        console.print(f"failed: {name}: {reason}", markup=False, highlight=False)
+    return EXIT_FAILED if failed else 0
+
+
+@app.command(name="train")
+def train(
+    preset: Annotated[Positional[str], arg(help="A name from `qurve presets`, e.g. smoke or paper/res-gelu-best.")],
+    out: Annotated[Path, arg(help="The new run's folder.")],
+    data: Data = None,
+    seed: Annotated[
+        int | None, arg(metavar="N", help="Varies initial weights, dropout, and the order of the data.")
+    ] = None,
+    steps: Annotated[int | None, arg(metavar="N", help="Updates of the full schedule.")] = None,
+    device: Device = None,
+    precision: Annotated[
+        Literal["auto", "float32", "bf16"] | None,
+        arg(help="Of the matrix products; auto: bf16 where the hardware has it."),
+    ] = None,
+    settings: Settings = (),
+    as_json: Json = False,
+) -> int:
+    """Train one model into a run folder."""
+    from qurve.train.data import open_data
+
+    config = _preset(preset, settings, seed=seed, steps=steps, device=device, precision=precision)
+    if data is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data)))
+    _refuse_used(out)
+    from qurve.train.loop import train as train_model
+    from qurve.train.progress import for_console
+
+    console = _console(as_json)
+    run = train_model(config, out, open_data(config.data, out / "data"), for_console(console))
+    last, evaluations = run.train_lines()[-1], [line for line in run.metrics() if "split" in line]
+    figures = {
+        "run": str(run.path),
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "train_loss": last["loss"],
+        **{f"{line['split']}_loss": line["loss"] for line in evaluations},
+        "tokens_per_s": last["tokens"] / last["seconds"],
+    }
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        losses = ", ".join(f"{k.removesuffix('_loss')} {v:.4f}" for k, v in figures.items() if k.endswith("_loss"))
+        console.print(f"finished {run.path}: loss {losses}; {figures['tokens_per_s']:,.0f} tokens/s", highlight=False)
+    return 0
+
+
+@app.command(name="prepare")
+def prepare(
+    paths: Annotated[
+        Positional[tuple[str, ...]],
+        arg(metavar="PATH…", help="Text files, folders, .jsonl(.gz|.zst), .parquet, or hf:NAME for a hub data set."),
+    ],
+    out: Annotated[Path, arg(help="The new data folder.")],
+    tokenizer: Annotated[str, arg(help="gpt2, bytes, or bpe:N (trained on the data).")] = "gpt2",
+    split: Annotated[
+        float | None, arg(help="Share of the documents for validation and for test each. Default: nanoGPT's rule.")
+    ] = None,
+    workers: Annotated[int | None, arg(metavar="N", help="Processes. Default: one per core.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Turn text into token shards and a manifest. A call that was cut short is continued by the same call."""
+    from qurve.data.prepare import prepare as prepare_data
+
+    if not paths:
+        raise BadInput("name at least one file, folder or hf: data set to prepare")
+    manifest = prepare_data(paths, out, tokenizer=tokenizer, split=split, workers=workers, progress=True)
+    if as_json:
+        print(json.dumps(manifest))
+        return 0
+    table = Table("split", "documents", "tokens", "bytes of text")
+    for name, size in manifest["splits"].items():
+        table.add_row(name, *(f"{size[key]:,}" for key in ("documents", "tokens", "bytes")))
+    Console().print(table)
+    dropped = sum(entry["count"] for entry in manifest["dropped"])
+    print(f"{out}: tokenizer {manifest['tokenizer']['spec']}, {manifest['n_ids']:,} ids, {dropped} documents dropped")
+    return 0
+
+
+@app.command(name="report")
+def report(
+    folder: Annotated[Positional[Path], arg(help="A study's folder, finished or not.")], as_json: Json = False
+) -> int:
+    """Write a study's report anew from its runs: report.html, table.csv, table.tex, figures."""
+    _show_report(folder, _console(as_json), as_json)
+    return 0
+
+
+@app.command(name="presets")
+def presets(as_json: Json = False) -> int:
+    """List the named configurations."""
+    from qurve import accounting
+    from qurve import presets as named
+
+    rows: list[dict[str, Any]] = []
+    for name in named.names():
+        config = named.get(name)
+        rows.append(
+            {
+                "name": name,
+                "non_embedding": accounting.count(config.model).non_embedding,
+                "query": config.model.query.kind,
+                "lr": config.train.lr,
+                "min_lr": config.train.min_lr,
+                "weight_decay": config.train.weight_decay,
+                "steps": config.train.steps,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows))
+        return 0
+    table = Table(box=box.SIMPLE)
+    for title in ("preset", "N.E. params", "query", "peak rate", "floor", "decay", "steps"):
+        table.add_column(title, no_wrap=True, justify="left" if title in ("preset", "query") else "right")
+    for row in rows:
+        figures = (f"{row[key]:.4g}" for key in ("lr", "min_lr", "weight_decay"))
+        table.add_row(row["name"], f"{row['non_embedding']:,}", row["query"], *figures, f"{row['steps']:,}")
+    Console().print(table)
+    return 0
+
+
+@app.command(name="plan")
+def plan(
+    preset: Annotated[Positional[str], arg(help="A name from `qurve presets`.")],
+    steps: Annotated[int | None, arg(metavar="N", help="Updates of the full schedule.")] = None,
+    device: Device = None,
+    settings: Settings = (),
+    as_json: Json = False,
+) -> int:
+    """What a run will take: parameters, tokens, FLOPs, hours on this machine, disk. Nothing is created."""
+    from qurve.train.plan import make_plan
+
+    figures = make_plan(preset, _preset(preset, settings, steps=steps, device=device))
+    if as_json:
+        print(json.dumps(figures))
+        return 0
+    table = Table(show_header=False, box=None)
+    for key, value in figures.items():
+        text = f"{value:,.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(key.replace("_", " "), text)
+    Console().print(table)
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------------- shared
+
+
+def _preset(name: str, settings: Sequence[str], **train: Any) -> RunConfig:
+    from qurve import presets as named
+
+    config = named.get(name)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **_given(**train)))
+    return apply_settings(config, settings)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise BadInput(f"{name} {value}: it must be at least 1")
+
+
+def _refuse_used(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(f"{out} is not empty; give another --out, or remove it first")
+
+
+def _refuse_foreign_study(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder} is a file; give another --out")
+    if folder.exists() and any(folder.iterdir()) and not ({"study.json", "data"} & {p.name for p in folder.iterdir()}):
+        raise BadInput(f"{folder} holds something that is not a study; give another --out")
+
+
+def _console(as_json: bool) -> Console:
+    """Where people read: standard output, or standard error when that is kept for JSON."""
+    return Console(stderr=as_json)
+
+
+def _plain(console: Console) -> Any:
+    return lambda text: console.print(text, markup=False, highlight=False)
+
+
+def _show_report(folder: Path, console: Console, as_json: bool) -> None:
+    from qurve.study.report import write_report
+    from qurve.study.results import load
+    from qurve.study.statistics import overall_verdict, summary_rows
+    from qurve.study.tables import terminal_table
+
+    page = write_report(folder)
+    results = load(folder)
+    console.print(terminal_table(results))
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps({"rows": summary_rows(results), "verdict": overall_verdict(results), "report": str(page)}))

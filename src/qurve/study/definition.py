@@ -1,0 +1,146 @@
+"""What a study is: arms, seeds, a baseline. Two come built in; a Python file that exposes `STUDY` is one as well."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import runpy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qurve import accounting, presets
+from qurve.config import apply_settings, to_dict
+from qurve.errors import BadInput, did_you_mean
+from qurve.train.config import RunConfig
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One architecture with its hyperparameters. `name` becomes a folder; `paper` has the paper's printed figures."""
+
+    name: str
+    label: str
+    config: RunConfig
+    paper: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*", self.name):
+            raise BadInput(f"an arm's name becomes a folder: letters, digits and . _ = @ + - only, not {self.name!r}")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A set of runs that answers one question: every arm with every seed, on the same batches for the same seed."""
+
+    name: str
+    title: str
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...] = (1, 2, 3)
+    baseline: str = "baseline"
+    search: dict[str, Any] | None = None
+    """Evidence of the search that the arms' settings come from, as `experiments/small_search.py` makes it."""
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) < len(names) or not names:
+            raise BadInput(f"study {self.name}: arms need names of their own, not {', '.join(names) or 'none at all'}")
+        if self.baseline not in names:
+            raise BadInput(
+                f"study {self.name}: its baseline {self.baseline!r} is no arm{did_you_mean(self.baseline, names)}"
+            )
+        if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
+            raise BadInput(f"study {self.name}: seeds must be different and at least one, not {list(self.seeds)}")
+
+    def change(self, settings: Sequence[str] = (), **train: Any) -> Study:
+        """The same settings applied to every arm."""
+
+        def changed(arm: Arm) -> Arm:
+            config = dataclasses.replace(arm.config, train=dataclasses.replace(arm.config.train, **train))
+            return dataclasses.replace(arm, config=apply_settings(config, settings))
+
+        return dataclasses.replace(self, arms=tuple(changed(arm) for arm in self.arms))
+
+    def run_config(self, arm: Arm, seed: int) -> RunConfig:
+        return dataclasses.replace(arm.config, train=dataclasses.replace(arm.config.train, seed=seed))
+
+    def to_json(self, command: str) -> str:
+        """`study.json`: what the report needs to know beyond the runs."""
+        arms = []
+        for arm in self.arms:
+            cost = accounting.count(arm.config.model)
+            arms.append(
+                {
+                    "name": arm.name,
+                    "label": arm.label,
+                    "config": to_dict(arm.config),
+                    "non_embedding": cost.non_embedding,
+                    "total": cost.total,
+                    "flops_per_token": cost.flops_per_token,
+                    "paper": arm.paper,
+                }
+            )
+        tree = {
+            "format": FORMAT,
+            "name": self.name,
+            "title": self.title,
+            "baseline": self.baseline,
+            "seeds": list(self.seeds),
+            "command": command,
+            "arms": arms,
+            "search": self.search,
+        }
+        return json.dumps(tree, indent=2) + "\n"
+
+
+def load_study(name: str) -> Study:
+    """A built-in study by name, or the `STUDY` of a Python file by path. Raises `BadInput` for anything else."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    if not name.endswith(".py"):
+        raise BadInput(
+            f"there is no study {name!r}{did_you_mean(name, BUILT_IN)}; or give a Python file exposing STUDY"
+        )
+    if not Path(name).is_file():
+        raise BadInput(f"there is no file {name}")
+    study = runpy.run_path(name).get("STUDY")
+    if not isinstance(study, Study):
+        raise BadInput(f"{name} does not expose a qurve Study as STUDY")
+    return study
+
+
+LABELS = {
+    "baseline": "Baseline",
+    "mlp-4.75": "MLP 4.75",
+    "mlp-4.75-scaled": "MLP 4.75 (scaled rate)",
+    "res-gelu": "Res. GELU",
+    "res-gelu-wd005": "Res. GELU (decay 0.05)",
+    "res-gelu-4e-3": "Res. GELU (rate 4e-3)",
+    "res-gelu-best": "Res. GELU (best)",
+}
+
+NEAREST_ROW = {"baseline": "paper/baseline", "mlp-4.75": "paper/mlp-4.75", "res-gelu": "paper/res-gelu-best"}
+"""The row of the paper's table that shows a small arm's architecture."""
+
+
+def _small() -> Study:
+    arms = tuple(
+        Arm(name, LABELS[name], presets.get(f"small/{name}"), presets.PRINTED[row]) for name, row in NEAREST_ROW.items()
+    )
+    title = "The paper's three architectures at about a million parameters"
+    return Study("small", title, arms, search=presets.small_search())
+
+
+def _paper() -> Study:
+    arms = tuple(
+        Arm(name.removeprefix("paper/"), LABELS[name.removeprefix("paper/")], presets.get(name), printed)
+        for name, printed in presets.PRINTED.items()
+    )
+    return Study("paper", "Table 1 of the paper, at its scale, with three seeds", arms)
+
+
+BUILT_IN: dict[str, Callable[[], Study]] = {"small": _small, "paper": _paper}
