@@ -98,6 +98,7 @@ def test_tokens_and_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, split: Any, dtype: str
 ) -> None:
     monkeypatch.setattr(module, "SHARD_TOKENS", 700)  # so that documents and windows cross shards
+    monkeypatch.setattr(module, "BUFFER_TOKENS", 512)
     monkeypatch.setattr(module, "CHUNK_CHARACTERS", 900)
     file, texts = write_documents(tmp_path, 60)
     out = tmp_path / "made" / "out"
