@@ -98,6 +98,7 @@ def test_tokens_and_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, split: Any, dtype: str
 ) -> None:
     monkeypatch.setattr(module, "SHARD_TOKENS", 700)  # so that documents and windows cross shards
+    monkeypatch.setattr(module, "BUFFER_TOKENS", 512)
     monkeypatch.setattr(module, "CHUNK_CHARACTERS", 900)
     file, texts = write_documents(tmp_path, 60)
     out = tmp_path / "made" / "out"
@@ -113,7 +114,8 @@ def test_tokens_and_manifest(
         stated = manifest["splits"][name]
         assert (stated["documents"], stated["tokens"]) == (len(order), len(tokens))
         assert stated["bytes"] == sum(len(texts[i].encode()) for i in order)
-        assert [s["tokens"] for s in stated["shards"][:-1]] == [700] * (len(stated["shards"]) - 1)
+        full, rest = divmod(len(tokens), 700)
+        assert [s["tokens"] for s in stated["shards"]] == [700] * full + [rest] * (rest > 0)
         for shard in stated["shards"]:
             assert hashlib.sha256((out / shard["name"]).read_bytes()).hexdigest() == shard["sha256"]
             hashes.append(shard["sha256"])

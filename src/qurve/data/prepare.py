@@ -35,6 +35,7 @@ from qurve.errors import BadInput
 SPLIT_SEED = 2357
 NANOGPT_FRACTION = 0.0005
 SHARD_TOKENS = 1 << 27
+BUFFER_TOKENS = 1 << 20
 CHUNK_CHARACTERS = 1 << 22
 """Text handed to a worker at a time, and what a killed preparation loses at most per worker."""
 
@@ -400,7 +401,7 @@ class _ShardWriter:
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], wrote: Callable[[int], None]) -> None:
         self.shards: list[dict[str, Any]] = []
         self._folder, self._name, self._dtype, self._wrote = folder, name, dtype, wrote
-        self._buffer = np.empty(min(SHARD_TOKENS, 1 << 20), dtype=dtype)
+        self._buffer = np.empty(BUFFER_TOKENS, dtype=dtype)
         self._filled = 0  # of the buffer
         self._in_shard = 0
         self._file: IO[bytes] | None = None

@@ -1,0 +1,40 @@
+"""Progress: plain lines in a log, a bar on a terminal, silence when asked for."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from qurve.data import progress
+from qurve.data.progress import Progress
+
+
+def run(on: bool = True) -> None:
+    with Progress("tokenising", 2_000_000, on=on) as bar:
+        for done in (500_000, 1_000_000, 2_000_000):
+            bar.update(done)
+
+
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 4.0, 20.0, 21.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+
+
+def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock(monkeypatch)
+    run()
+    assert capsys.readouterr().err == "tokenising: 50 %, 0.1 MB/s, 0:00:20 left\n"  # one in ten seconds at most
+    clock(monkeypatch)
+    run(on=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    run()
+    shown = capsys.readouterr().err
+    assert "tokenising" in shown
+    assert "2.0/2.0 MB" in shown
