@@ -61,7 +61,12 @@ NONLINEAR = arm(
     "Res. GELU (nonlinear query)",
     0.05,
     non_embedding=800_512,
-    config=config(model__query={"kind": "bottleneck", "width": 64, "scale": 0.5}, train__lr=8e-3, train__min_lr=1.6e-4),
+    config=config(
+        model__query={"kind": "bottleneck", "width": 64, "scale": 0.5},
+        train__lr=8e-3,
+        train__min_lr=1.6e-4,
+        train__seed=2,
+    ),
     paper={
         "delta_params": "~0.03 %",
         "weight_decay": "0.10",

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import html
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,12 @@ def test_nothing_is_made_where_there_is_no_study(tmp_path):
     with pytest.raises(BadInput, match="not a study folder"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    heavy = "scipy matplotlib jinja2 rich torch numpy"
+    script = f"import sys, qurve.study.report; print([m for m in {heavy.split()} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -87,4 +87,16 @@ def test_terminal_table_names_what_became_of_an_arm(tmp_path):
     console.print(terminal_table(load(write_study(tmp_path, fates=fates))))
     text = console.export_text()
     assert re.search(r"MLP 4.75 +0/3 +900,000 +diverged +–", text)
-    assert "no verdict yet: seed 1 running" in text
+    assert "no verdict yet: seed 1 running" in " ".join(text.split())
+
+
+def test_terminal_table_keeps_every_digit_in_80_columns(tmp_path):
+    results = load(write_study(tmp_path))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal_table(results))
+    text = console.export_text()
+    assert "…" not in text
+    for row in summary_rows(results)[1:]:
+        for key in ("diff", "diff_low", "diff_high"):
+            assert signed(row[key], 4) in text
+        assert f"{row['tokens_per_s']:,.0f}" in text

@@ -65,12 +65,12 @@ def terminal_table(results: StudyResults) -> Group:
 
     table = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", pad_edge=False)
     table.add_column("arm", overflow="fold")
-    for name in ("seeds", "N.E. params", "val loss", "diff [95 %]", "ΔLL", "ΔPPX", "tokens/s"):
-        table.add_column(name, justify="right")
+    for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "ΔLL", "ΔPPX", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)  # 80 columns must not cost a digit
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
         diff = signed(row["diff"], 4)
         if row["diff_low"] is not None:
-            diff += f"\n[{signed(row['diff_low'], 4)}, {signed(row['diff_high'], 4)}]"
+            diff += f"\n[{signed(row['diff_low'], 4)},\n{signed(row['diff_high'], 4)}]"
         cells = (
             arm.label,
             f"{row['seeds_n']}/{len(results.seeds)}",
