@@ -200,7 +200,7 @@ def asked(folder: Path) -> list[str]:
     notes = folder / "asked"
     lines = notes.read_text().splitlines() if notes.exists() else []
     notes.unlink(missing_ok=True)
-    return [line.removeprefix("-m pip install --quiet --disable-pip-version-check ") for line in lines]
+    return [line.removeprefix("-m pip install -qq --disable-pip-version-check ") for line in lines]
 
 
 PACKAGE = "--no-build-isolation --no-deps --editable ."
@@ -247,7 +247,7 @@ def test_changed_file_installs_again(clone: Path, changed: str) -> None:
 def test_failed_installation_is_taken_up_again(clone: Path, step: str) -> None:
     install(clone, "requirements.lock")
     asked(clone)
-    failing = f"-m pip install --quiet --disable-pip-version-check {step}"
+    failing = f"-m pip install -qq --disable-pip-version-check {step}"
     done = install(clone, "requirements-dev.lock", FAIL_ON=failing)
     assert done.returncode == 1
     assert f"pip could not install {step.split()[-1]}" in done.stderr

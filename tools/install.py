@@ -77,7 +77,7 @@ def make_venv(found):
 
 
 def pip(*arguments):
-    command = [VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command = [VENV_PYTHON, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     run(command + list(arguments), "pip could not install %s; what it says stands above" % arguments[-1])
 
 
