@@ -71,13 +71,13 @@ def test_every_parameter_matters(case: str, saved: Callable[[Any], Path]) -> Non
     for key in read(case)["model"]:
         checkpoint = read(case)
         state = checkpoint["model"]
-        changed = 1.1 * state[key] + 0.01
+        changed = state[key] + 0.1 * torch.randn_like(state[key])
         if key.removeprefix("_orig_mod.") in ("lm_head.weight", "transformer.wte.weight") and EXPECTED[case].get(
             "tie_embeddings", True
         ):
             state |= {k: changed for k in state if k.endswith(("lm_head.weight", "transformer.wte.weight"))}
         state[key] = changed
-        assert key.endswith("c_attn.bias") or difference_from_theirs(saved(checkpoint), case) > 10, key
+        assert difference_from_theirs(saved(checkpoint), case) > 10, key
 
 
 def test_every_case_is_expected() -> None:
@@ -141,7 +141,7 @@ def test_stated_scale_is_honoured(mode: str, query: Any, stated: float, resolved
     assert (config.query, config.attention_scale) == (query, resolved)
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 class Code:

@@ -50,7 +50,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> GPT:
         raise BadInput(f"{file}: {error}") from None
     weights: dict[str, Tensor] = {}
     for key, ours in _names(shapes).items():
-        parts = theirs[key].split([shapes[name][0] for name in ours])
+        parts = torch.split(theirs[key], [shapes[name][0] for name in ours])
         weights |= {name: part.to(torch.float32, copy=True) for name, part in zip(ours, parts, strict=True)}
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -232,16 +232,19 @@ def _read(file: Path) -> dict[str, Any]:
         raise BadInput(f"{file} is a folder; name the ckpt.pt in it" if file.is_dir() else f"{file} does not exist")
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except pickle.UnpicklingError as error:
-        code = re.search(r"(?:GLOBAL|Unsupported class|Unsupported global:) ([\w.]+)", str(error))
-        if code is None:
-            raise BadInput(f"{file} is not a checkpoint that torch can read") from None
+    except (
+        Exception
+    ) as error:  # torch's reader lets an IndexError or a KeyError through where the bytes are not a pickle
+        code = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if code is not None:
+            raise BadInput(
+                f"{file} holds code besides weights ({code[1]}), which is not run; save it again with tensors, numbers "
+                "and texts alone"
+            ) from None
+        told = " ".join(str(error).split())[:120]
         raise BadInput(
-            f"{file} holds code besides weights ({code[1]}), which is not run; save it again with tensors, numbers and "
-            "texts alone"
-        ) from None
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        raise BadInput(f"{file} is not a checkpoint that torch can read: {str(error).splitlines()[0]}") from None
+            f"{file} is not a checkpoint that torch can read ({type(error).__name__}: {told}); is it whole?"
+        ) from error
     for part in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(part), Mapping):
             raise BadInput(f"{file} is not a checkpoint of nanoGPT or the authors: it has no {part!r}")
