@@ -234,7 +234,7 @@ def _read(file: Path) -> dict[str, Any]:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (
         Exception
-    ) as error:  # torch's reader lets an IndexError or a KeyError through where the bytes are not a pickle
+    ) as error:
         code = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if code is not None:
             raise BadInput(
