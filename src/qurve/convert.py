@@ -232,9 +232,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise BadInput(f"{file} is a folder; name the ckpt.pt in it" if file.is_dir() else f"{file} does not exist")
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (
-        Exception
-    ) as error:
+    except Exception as error:
         code = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if code is not None:
             raise BadInput(
