@@ -1,0 +1,45 @@
+# From a fresh clone: `make compare`, then `make test`. `make help` lists every target.
+#
+#   PYTHON   the Python (3.11 or newer) that .venv is made with; `make PYTHON=python3.12 test`
+#   ARGS     passed on to `qurve compare` or to pytest; `make test ARGS="-k order"`
+
+PYTHON ?= python3
+ARGS ?=
+
+IN_VENV := .venv/bin/python -m
+INSTALL = @command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not there: install Python 3.11 or newer, or name one: make PYTHON=…"; exit 1; }; \
+	"$(PYTHON)" tools/install.py
+
+.DEFAULT_GOAL := help
+.PHONY: compare test test-all lint clean help
+
+# Tests run on one thread each, two at a time, and may not look anything up on a hub.
+test test-all: export OMP_NUM_THREADS = 1
+test test-all: export HF_HUB_OFFLINE = 1
+test test-all: export HF_DATASETS_OFFLINE = 1
+test test-all: export TRANSFORMERS_OFFLINE = 1
+
+compare: ## train the paper's three architectures on real text, then report (in runs/compare)
+	$(INSTALL) requirements.lock
+	@$(IN_VENV) qurve compare --out runs/compare $(ARGS)
+
+test: lint ## lint, types, layers and every quick test
+	@$(IN_VENV) pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: ## the slow tests, which `make test` leaves out
+	$(INSTALL) requirements-dev.lock
+	@$(IN_VENV) pytest -n 2 -m slow $(ARGS)
+
+lint: ## ruff, mypy and the layers alone
+	$(INSTALL) requirements-dev.lock
+	@$(IN_VENV) ruff check --quiet .
+	@$(IN_VENV) ruff format --check --quiet .
+	@$(IN_VENV) mypy --no-error-summary
+	@.venv/bin/lint-imports --no-logo
+
+clean: ## remove .venv and everything built or cached; runs/ and data/ stay
+	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
+	find src tests tools benchmarks experiments -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
