@@ -101,7 +101,7 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
         optimizer.step()
         optimizer.zero_grad()
 
-        line = {"step": step, "loss": loss.item(), "lr": rate, "grad_norm": grad_norm.item()}
+        line: dict[str, Any] = {"step": step, "loss": loss.item(), "lr": rate, "grad_norm": grad_norm.item()}
         seconds += time.perf_counter() - started
         line |= {"tokens": step * settings.tokens_per_step, "seconds": seconds}
         line |= {"batch_sha": order.batch_sha(starts, data.fingerprint)}
