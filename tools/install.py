@@ -45,17 +45,15 @@ def make_venv(found):
     version = "%d.%d" % sys.version_info[:2]
     made = read(os.path.join(".venv", ".made"))
     if made:
-        if made != "%s %s" % (version, os.getcwd()):
-            made_version, made_in = made.split(" ", 1)
-            if made_in != os.getcwd():
-                sys.exit(
-                    ".venv was made in another folder (%s). Remove it with `make clean`, then try again." % made_in
-                )
-            print("Using .venv's Python %s, not %s; `make clean` first to change over." % (made_version, found))
-        if subprocess.call([VENV_PYTHON, "-c", ""]) != 0:
+        made_version, made_in = made.split(" ", 1)
+        if made_in != os.getcwd():
+            sys.exit(".venv was made in another folder (%s). Remove it with `make clean`, then try again." % made_in)
+        if not os.path.exists(VENV_PYTHON) or subprocess.call([VENV_PYTHON, "-c", ""]) != 0:
             sys.exit(
-                ".venv's Python %s does not start any more. Remove .venv with `make clean`, then try again." % made
+                ".venv's Python %s is gone or broken. Remove .venv with `make clean`, then try again." % made_version
             )
+        if made_version != version:
+            print("Using .venv's Python %s, not %s; `make clean` first to change over." % (made_version, found))
         return
     if os.path.exists(os.path.join(".venv", "pyvenv.cfg")) and ("version = %s." % version) not in read(
         os.path.join(".venv", "pyvenv.cfg")

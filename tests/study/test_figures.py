@@ -81,6 +81,16 @@ def test_figures_are_the_same_twice_and_themed_ones_follow_the_page(tmp_path, dr
     assert "http:" not in themed.replace("http://www.w3.org/", "")
 
 
+def test_many_arms_leave_the_plot_its_height(tmp_path):
+    def height(arms):
+        fig = figures.search_figure(load(write_study(tmp_path / str(len(arms)), arms, seeds=(1,))), figures.NARROW)
+        fig.draw_without_rendering()
+        return fig.axes[0].get_window_extent().height
+
+    many = (BASELINE, *(arm(f"arm-{i}", f"Arm number {i}") for i in range(12)))
+    assert height(many) > 0.9 * height(many[:2])
+
+
 def test_labels_are_text_not_markup_and_not_mathematics(tmp_path):
     hostile = "<script>alert(1)</script> $x_1$ #0072b2"
     results = load(write_study(tmp_path, (BASELINE, arm("new", hostile))))

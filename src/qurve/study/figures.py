@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import re
 import statistics
 import warnings
@@ -283,6 +284,7 @@ def _legend(fig: Figure, axes: Axes, width: float) -> None:
     if handles:
         longest = max(len(label) for label in labels)
         columns = max(1, min(len(labels), int(width * 12.5 / (longest + 7))))
+        fig.set_figheight(fig.get_figheight() + 0.19 * (math.ceil(len(labels) / columns) - 1))  # the plot keeps its own
         fig.legend(handles, labels, loc="outside upper left", ncols=columns, borderaxespad=0.2, columnspacing=1.4)
 
 

@@ -63,7 +63,7 @@ def terminal_table(results: StudyResults) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", padding=(0, 0, 0, 1))
     table.add_column("arm", overflow="fold")
     for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "ΔLL", "ΔPPX", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)  # 80 columns must not cost a digit
