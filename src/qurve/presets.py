@@ -122,8 +122,8 @@ SMALL_MODELS: dict[str, ModelConfig] = {
     for arm, d_ff, query in (("baseline", 512, LINEAR), ("mlp-4.75", 608, LINEAR), ("res-gelu", 512, Bottleneck()))
 }
 SMALL_DATA = DataConfig(tokenizer="bpe:2048")
-SMALL_TRAIN = TrainConfig(steps=300, tokens_per_step=2048, warmup_steps=20, compile=False)
-SMALL_EVAL = EvalConfig(every=60, windows=512)
+SMALL_TRAIN = TrainConfig(steps=480, tokens_per_step=1024, warmup_steps=24, compile=False)
+SMALL_EVAL = EvalConfig(every=80, windows=256)
 
 
 def small(arm: str, lr: float, min_lr: float) -> RunConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +18,8 @@ from qurve.study.definition import Arm, Study
 from qurve.train.config import RunConfig
 
 Say = Callable[[str], None]
+
+SECONDS_BETWEEN_ESTIMATES = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,6 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
     """Hand the jobs to one process a device. A worker stays with its arm while that has runs left: it compiles once."""
     context = multiprocessing.get_context("spawn")
     waiting, failed, done = list(jobs), {}, 0
-    started = time.monotonic()
     pools = [ProcessPoolExecutor(1, mp_context=context) for _ in devices]
     last_arm: dict[int, str] = {}
     running: dict[Future[str], tuple[int, Job]] = {}
@@ -129,7 +129,10 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
                     waiting.remove(job)
                     last_arm[worker] = job.arm.name
                     running[pools[worker].submit(_make, job, devices[worker], data)] = (worker, job)
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            finished = wait(running, timeout=SECONDS_BETWEEN_ESTIMATES, return_when=FIRST_COMPLETED).done
+            if not finished:
+                say(_estimate([job for _, job in running.values()], waiting, len(pools)))
+            for future in finished:
                 worker, job = running.pop(future)
                 done += 1
                 try:
@@ -140,14 +143,25 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
                     if isinstance(error, BrokenProcessPool):
                         pools[worker] = ProcessPoolExecutor(1, mp_context=context)
                         RunFolder(job.folder).mark_dead()
-                left = (time.monotonic() - started) / done * (len(jobs) - done)
-                say(f"[{done}/{len(jobs)}] {job.name}: {outcome}" + (f"  (about {left:.0f} s left)" if left else ""))
+                say(f"[{done}/{len(jobs)}] {job.name}: {outcome}")
     finally:
         for pool in pools:
             for process in list((pool._processes or {}).values()) if running else []:
                 process.terminate()
             pool.shutdown(cancel_futures=True)
     return failed
+
+
+def _estimate(running: list[Job], waiting: list[Job], workers: int) -> str:
+    """How far the running ones are, and the time left, from what their folders say."""
+    words, seconds, steps = [], 0.0, 0
+    left = sum(job.config.train.updates for job in waiting)
+    for job in running:
+        lines = RunFolder(job.folder).train_lines() if RunFolder(job.folder).metrics_file.exists() else []
+        done, updates = (lines[-1]["step"] if lines else 0), job.config.train.updates
+        words.append(f"{job.name}: step {done}/{updates}" + (f", loss {lines[-1]['loss']:.3f}" if lines else ""))
+        seconds, steps, left = seconds + (lines[-1]["seconds"] if lines else 0), steps + done, left + updates - done
+    return "; ".join(words) + (f"; about {seconds / steps * left / workers:.0f} s left" if steps else "")
 
 
 def _next_job(waiting: list[Job], own: str | None, others: list[str]) -> Job:
