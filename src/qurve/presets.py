@@ -149,6 +149,13 @@ def _smoke() -> RunConfig:
     """The paper's layer in a tiny model: under half a minute on two cores, nothing compiled."""
     model = ModelConfig(n_layers=2, d_model=64, n_heads=2, d_ff=256, context=64, vocab_size=320, query=Bottleneck())
     training = TrainConfig(
-        steps=200, tokens_per_step=2048, lr=4e-3, min_lr=4e-4, warmup_steps=10, compile=False, precision="float32"
+        steps=200,
+        tokens_per_step=2048,
+        lr=4e-3,
+        min_lr=4e-4,
+        warmup_steps=10,
+        compile=False,
+        precision="float32",
+        threads=1,
     )
     return RunConfig(model, DataConfig(tokenizer="bytes"), training, EvalConfig(every=100, windows=64))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +46,7 @@ def epoch_windows(n_tokens: int, step: int, *, context: int, sequences: int, see
     windows = np.empty(sequences, dtype=np.int64)
     for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
         mine = epochs == epoch
-        windows[mine] = _permutation(n_windows, seed, epoch)[places[mine]]
+        windows[mine] = _permuted(places[mine].astype(np.uint64), n_windows, seed, epoch)
     return windows * context
 
 
@@ -60,22 +59,37 @@ def fixed_eval_windows(n_tokens: int, *, context: int, count: int) -> Int64s:
     return np.arange(count, dtype=np.int64) * available // count * context
 
 
-@lru_cache(maxsize=2)  # two: a step may reach across an epoch's end
-def _permutation(n: int, seed: int, epoch: int) -> Int64s:
-    """A permutation of `range(n)`: the sorted order of random keys that carry their index in the low bits.
+_ROUNDS = 8
 
-    Philox' raw words are the same in every numpy, which is not promised of `Generator.permutation`; and distinct keys
-    sort alike on every machine. (At 2^24 windows 40 random bits remain: a tie falls to the smaller index, which nobody
-    could notice.)
+
+def _permuted(indices: UInt64s, n: int, seed: int, epoch: int) -> UInt64s:
+    """Where a seeded permutation of `range(n)` sends `indices`, without making the rest of it.
+
+    A Feistel network is a permutation of all numbers of `2 * half` bits, whatever its round function; what it sends
+    outside `range(n)` it sends on until it is inside ("cycle walking"), which leaves a permutation of `range(n)`. So a
+    step costs the same at any place of any data. The round keys are Philox' raw words, the same in every numpy.
     """
     key = int.from_bytes(hashlib.sha256(f"order {seed} {epoch}".encode()).digest()[:16], "little")
-    bits = max(1, (n - 1).bit_length())
-    low = np.uint64((1 << bits) - 1)
-    keys: UInt64s = (np.random.Philox(key=key).random_raw(n) & ~low) | np.arange(n, dtype=np.uint64)
-    keys.sort()
-    order = (keys & low).astype(np.int64)
-    order.flags.writeable = False
-    return order
+    round_keys: UInt64s = np.random.Philox(key=key).random_raw(_ROUNDS)
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    out = indices
+    outside = np.ones(len(indices), dtype=bool)
+    while outside.any():
+        left, right = out[outside] >> half, out[outside] & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        out = out.copy()
+        out[outside] = (left << half) | right
+        outside = out >= np.uint64(n)
+    return out
+
+
+def _mix(x: UInt64s) -> UInt64s:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 # ----------------------------------------------------------------------------------------------------------- paper
