@@ -106,7 +106,7 @@ def test_one_file_needs_nothing_else(whole, messy):
 def test_the_folder_holds_table_and_figures_and_nothing_half_written(whole, messy):
     figures = {f"{name}.{kind}" for name in ("curves", "differences", "search") for kind in ("svg", "png")}
     files = {file.name for file in whole.parent.iterdir()}
-    assert files == figures | {"report.html", "table.csv", "table.tex"}
+    assert files == figures | {"report.html", "table.csv", "table.tex", "evidence.json"}
     assert {file.name for file in messy.parent.iterdir()} == files - {"search.svg", "search.png"}
     assert all(file.stat().st_size > 100 for file in whole.parent.iterdir())
 

@@ -1,6 +1,6 @@
 """The report of a study: one self-contained HTML page, and beside it the table and the figures as files.
 
-    report/report.html  table.csv  table.tex  curves.svg|png  differences.svg|png  search.svg|png
+    report/report.html  table.csv  table.tex  evidence.json  curves.svg|png  differences.svg|png  search.svg|png
 
 The page needs no network and no script. The same study folder gives the same bytes.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from qurve.config import differences
 from qurve.study import figures, tables
+from qurve.study.evidence import evidence_json
 from qurve.study.results import Arm, StudyResults, doubts, load
 from qurve.study.statistics import Comparison, compare, overall_verdict, scope, summary_rows
 
@@ -34,6 +35,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     files: dict[str, bytes] = {
         "table.csv": tables.csv_table(results).encode(),
         "table.tex": tables.tex_table(results).encode(),
+        "evidence.json": evidence_json(results).encode(),
     }
     inline: dict[str, dict[str, str]] = {}
     for name, draw in drawings.items():
