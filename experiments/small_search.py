@@ -19,7 +19,7 @@ from qurve.study.execute import run_path, run_study
 from qurve.train.data import open_data
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
-FLOORS = (0.01, 0.1, 0.3)
+FLOORS = (0.1, 0.3, 1.0)
 """The schedule's floor as a share of the peak."""
 SEEDS = (101, 102)
 EVIDENCE = Path(__file__).parents[1] / "src" / "qurve" / "small-search.json"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import multiprocessing.context
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from qurve.config import content_hash, differences, from_dict
 from qurve.data.loader import TokenData
-from qurve.errors import BadInput, Diverged
+from qurve.errors import EXIT_FAILED, BadInput, Diverged
 from qurve.runfolder import RunFolder, write_atomic
 from qurve.study.definition import Arm, Study
 from qurve.train.config import RunConfig
@@ -118,7 +120,7 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
     """Hand the jobs to one process a device. A worker stays with its arm while that has runs left: it compiles once."""
     context = multiprocessing.get_context("spawn")
     waiting, failed, done = list(jobs), {}, 0
-    pools = [ProcessPoolExecutor(1, mp_context=context) for _ in devices]
+    pools = [_worker(context) for _ in devices]
     last_arm: dict[int, str] = {}
     running: dict[Future[str], tuple[int, Job]] = {}
     try:
@@ -141,7 +143,7 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
                     outcome = f"FAILED: {error or type(error).__name__}"
                     failed[job.name] = str(error) or type(error).__name__
                     if isinstance(error, BrokenProcessPool):
-                        pools[worker] = ProcessPoolExecutor(1, mp_context=context)
+                        pools[worker] = _worker(context)
                         RunFolder(job.folder).mark_dead()
                 say(f"[{done}/{len(jobs)}] {job.name}: {outcome}")
     finally:
@@ -150,6 +152,21 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
                 process.terminate()
             pool.shutdown(cancel_futures=True)
     return failed
+
+
+def _worker(context: multiprocessing.context.SpawnContext) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_leave_with_parent)
+
+
+def _leave_with_parent() -> None:
+    """In a worker: end when the parent is gone, however it went."""
+
+    def wait_for_its_end() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(EXIT_FAILED)
+
+    threading.Thread(target=wait_for_its_end, daemon=True).start()
 
 
 def _estimate(running: list[Job], waiting: list[Job], workers: int) -> str:
