@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from leaves import another
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+from leaves import another
 from qurve.config import content_hash, from_json, to_json
 from qurve.model.config import ModelConfig
 from qurve.projections import Bottleneck, Dims, Linear, ProjectionConfig, Residual
