@@ -74,14 +74,20 @@ def from_dict(cls: type[C], tree: Any, path: str = "") -> C:
     tree = dict(tree)
     if issubclass(cls, Choice):
         kind = tree.pop("kind", None)
-        if kind not in cls.registry:
+        if not isinstance(kind, str) or kind not in cls.registry:
             raise BadInput(f"{_join(path, 'kind')} = {kind!r} is unknown{did_you_mean(str(kind), cls.registry)}")
         cls = cls.registry[kind]
     hints = _hints(cls)
     for name in tree:
         if name not in hints:
             raise BadInput(f"unknown field {_join(path, name)!r}{did_you_mean(name, hints)}")
-    return cls(**{name: _parse(hints[name], value, _join(path, name)) for name, value in tree.items()})
+    fields = {name: _parse(hints[name], value, _join(path, name)) for name, value in tree.items()}
+    try:
+        return cls(**fields)
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise BadInput(f"{path or 'the configuration'}: {error}") from None
 
 
 def to_json(config: Any) -> str:
@@ -173,8 +179,8 @@ def _set(config: Any, names: list[str], text: str, path: str) -> Any:
 def _literal(text: str, hint: Any) -> Any:
     """Read a command-line value. A string field takes the text as it is; the rest is JSON, or a bare word."""
     members = typing.get_args(hint) if _is_union(hint) else (hint,)
-    if isinstance(hint, type) and issubclass(hint, Choice):
-        return json.loads(text) if text.startswith("{") else {"kind": text}
+    if isinstance(hint, type) and issubclass(hint, Choice) and not text.startswith("{"):
+        return {"kind": text}
     if text in ("None", "none", "null") and types.NoneType in members:
         return None
     if str in members:

@@ -33,7 +33,7 @@ class Attention(nn.Module):
         batch, length, width = x_BTD.shape
         q_BTD, k_BTD, v_BTD = project([self.query, self.key, self.value], x_BTD)
         q_BHTE, k_BHSE, v_BHSE = (
-            t.view(batch, length, self.n_heads, -1).transpose(1, 2) for t in (q_BTD.to(v_BTD.dtype), k_BTD, v_BTD)
+            t.view(batch, length, self.n_heads, -1).transpose(1, 2) for t in (q_BTD, k_BTD, v_BTD)
         )
         mask_TS = None
         if cache is not None:
@@ -54,6 +54,9 @@ def attend(
     """`softmax(scale * q k^T + causal) v`, `[B, H, T, E]`; without a mask, T = S and each token looks back."""
     if q_BHTE.device.type == "cpu" and k_BHSE.shape[2] <= SHORT:
         q_BHTE, k_BHSE, v_BHSE = wide(q_BHTE), wide(k_BHSE), wide(v_BHSE)
+    else:  # under autocast an identity projection, or a float32 cache, stands beside bf16 products
+        dtype = min((q_BHTE.dtype, k_BHSE.dtype, v_BHSE.dtype), key=lambda dtype: dtype.itemsize)
+        q_BHTE, k_BHSE, v_BHSE = q_BHTE.to(dtype), k_BHSE.to(dtype), v_BHSE.to(dtype)
     with torch.autocast(q_BHTE.device.type, enabled=False):
         return F.scaled_dot_product_attention(
             q_BHTE, k_BHSE, v_BHSE, attn_mask=mask_TS, is_causal=mask_TS is None, scale=scale, dropout_p=dropout
