@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -111,7 +111,8 @@ def from_json(cls: type[C], text: str, source: str = "the configuration") -> C:
 
 def content_hash(config: Any) -> str:
     """sha256 of everything that can change the numbers (fields marked `NOT_HASHED` are left out)."""
-    canonical = json.dumps(_hashed(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    typed = from_dict(type(config), to_dict(config))  # so that 1 and 1.0 in a float's place are one value
+    canonical = json.dumps(_hashed(typed), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -188,7 +189,7 @@ def _literal(text: str, hint: Any) -> Any:
     lowered = {"True": "true", "False": "false"}.get(text, text)
     try:
         return json.loads(lowered)
-    except json.JSONDecodeError:
+    except ValueError:
         try:
             return float(text)  # 1e-3, 6E-4: JSON wants a digit before the exponent's sign only, Python is the wider
         except ValueError:
@@ -225,7 +226,7 @@ def _parse(hint: Any, value: Any, path: str) -> Any:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
             return int(value)
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
             return float(value)
     elif hint is str and isinstance(value, str):
         return value
@@ -235,6 +236,8 @@ def _parse(hint: Any, value: Any, path: str) -> Any:
 def _describe(hint: Any) -> str:
     if _is_union(hint):
         return " or ".join(_describe(member).removeprefix("a ").removeprefix("an ") for member in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return 'a list such as ["a", "b"]'
     names = {
         bool: "true or false",
         int: "a whole number",

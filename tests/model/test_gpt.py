@@ -43,7 +43,7 @@ def tokens(batch: int = 2, length: int = 11) -> Tensor:
     return torch.randint(TINY.vocab_size, (batch, length))
 
 
-# ------------------------------------------------------------------------------------------------- what it computes
+# ----------------------------------------------------------------------------------------------------- what it computes
 
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -156,7 +156,7 @@ def test_dropout_stands_in_its_four_places(where: str, monkeypatch: pytest.Monke
     assert not torch.equal(*outputs)
 
 
-# ------------------------------------------------------------------------------------------------- causality and cache
+# -------------------------------------------------------------------------------------------------- causality and cache
 
 
 @every_kind
@@ -238,9 +238,11 @@ def test_compiles_without_a_graph_break() -> None:
     model, ids_BT = tiny(query=Bottleneck()), tokens()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_close(compiled(ids_BT), model(ids_BT))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(compiled(ids_BT), model(ids_BT))
 
 
-# ------------------------------------------------------------------------------------------------- from a run's folder
+# -------------------------------------------------------------------------------------------------- from a run's folder
 
 
 @pytest.fixture

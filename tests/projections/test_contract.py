@@ -92,7 +92,7 @@ def test_every_kind_is_covered() -> None:
     assert {"linear", "identity", "residual", "bottleneck"} <= ProjectionConfig.registry.keys()
 
 
-# ------------------------------------------------------------------------------------------------- what it is, and costs
+# ------------------------------------------------------------------------------------------------ what it is, and costs
 
 
 @every_case
@@ -160,7 +160,7 @@ def test_gradients_are_exact(case: Case) -> None:
     assert torch.autograd.gradcheck(run, (x_BTD, *module.parameters()), fast_mode=True)
 
 
-# ------------------------------------------------------------------------------------------------------- what it computes
+# ----------------------------------------------------------------------------------------------------- what it computes
 
 
 def norm(kind: str, x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -201,7 +201,7 @@ def test_computes_its_formula(case: Case) -> None:
         assert_close(module(x_BTD), expected, rtol=1e-11, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------ fused, plain
+# --------------------------------------------------------------------------------------------------------- fused, plain
 
 Run = typing.Callable[[list[nn.Module], Tensor], list[Tensor]]
 
@@ -297,7 +297,7 @@ def test_autocast(case: Case) -> None:
             assert allowed[what] <= 0.1 * exact[what].norm(), what
 
 
-# ----------------------------------------------------------------------------------------------------- files and compilers
+# -------------------------------------------------------------------------------------------------- files and compilers
 
 
 @every_case

@@ -88,7 +88,7 @@ def test_other_dtypes_stay_apart() -> None:
         assert_close(found, module(x_BTD))
 
 
-# ------------------------------------------------------------------------------------------------- what was changed acts
+# ------------------------------------------------------------------------------------------------ what was changed acts
 
 
 class Adapter(nn.Module):
