@@ -101,6 +101,9 @@ def test_loss_is_the_cross_entropy_of_the_logits() -> None:
     assert_close(model.loss(ids_BT, targets_BT).double(), expected, rtol=1e-6, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.float().loss(ids_BT, targets_BT).dtype == torch.float32
+    half = model.bfloat16()
+    expected = torch.nn.functional.cross_entropy(half(ids_BT).flatten(0, 1).double(), targets_BT.flatten())
+    assert_close(half.loss(ids_BT, targets_BT), expected.float())
 
 
 def test_untrained_model_guesses_evenly() -> None:
