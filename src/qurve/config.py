@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -74,14 +74,20 @@ def from_dict(cls: type[C], tree: Any, path: str = "") -> C:
     tree = dict(tree)
     if issubclass(cls, Choice):
         kind = tree.pop("kind", None)
-        if kind not in cls.registry:
+        if not isinstance(kind, str) or kind not in cls.registry:
             raise BadInput(f"{_join(path, 'kind')} = {kind!r} is unknown{did_you_mean(str(kind), cls.registry)}")
         cls = cls.registry[kind]
     hints = _hints(cls)
     for name in tree:
         if name not in hints:
             raise BadInput(f"unknown field {_join(path, name)!r}{did_you_mean(name, hints)}")
-    return cls(**{name: _parse(hints[name], value, _join(path, name)) for name, value in tree.items()})
+    fields = {name: _parse(hints[name], value, _join(path, name)) for name, value in tree.items()}
+    try:
+        return cls(**fields)
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise BadInput(f"{path or 'the configuration'}: {error}") from None
 
 
 def to_json(config: Any) -> str:
@@ -105,7 +111,8 @@ def from_json(cls: type[C], text: str, source: str = "the configuration") -> C:
 
 def content_hash(config: Any) -> str:
     """sha256 of everything that can change the numbers (fields marked `NOT_HASHED` are left out)."""
-    canonical = json.dumps(_hashed(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    typed = from_dict(type(config), to_dict(config))  # so that 1 and 1.0 in a float's place are one value
+    canonical = json.dumps(_hashed(typed), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -173,8 +180,8 @@ def _set(config: Any, names: list[str], text: str, path: str) -> Any:
 def _literal(text: str, hint: Any) -> Any:
     """Read a command-line value. A string field takes the text as it is; the rest is JSON, or a bare word."""
     members = typing.get_args(hint) if _is_union(hint) else (hint,)
-    if isinstance(hint, type) and issubclass(hint, Choice):
-        return json.loads(text) if text.startswith("{") else {"kind": text}
+    if isinstance(hint, type) and issubclass(hint, Choice) and not text.startswith("{"):
+        return {"kind": text}
     if text in ("None", "none", "null") and types.NoneType in members:
         return None
     if str in members:
@@ -182,7 +189,7 @@ def _literal(text: str, hint: Any) -> Any:
     lowered = {"True": "true", "False": "false"}.get(text, text)
     try:
         return json.loads(lowered)
-    except json.JSONDecodeError:
+    except ValueError:
         try:
             return float(text)  # 1e-3, 6E-4: JSON wants a digit before the exponent's sign only, Python is the wider
         except ValueError:
@@ -219,7 +226,7 @@ def _parse(hint: Any, value: Any, path: str) -> Any:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
             return int(value)
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
             return float(value)
     elif hint is str and isinstance(value, str):
         return value
@@ -229,6 +236,8 @@ def _parse(hint: Any, value: Any, path: str) -> Any:
 def _describe(hint: Any) -> str:
     if _is_union(hint):
         return " or ".join(_describe(member).removeprefix("a ").removeprefix("an ") for member in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return 'a list such as ["a", "b"]'
     names = {
         bool: "true or false",
         int: "a whole number",

@@ -36,5 +36,7 @@ class Diverged(QurveError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"`, or the list of what there is when nothing known is near `name`."""
     known = list(known)
+    if not known:
+        return "; there are none"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"

@@ -5,6 +5,8 @@ Legend: B batch, T new tokens, S all tokens (cached and new), D model width, H h
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ class Attention(nn.Module):
         batch, length, width = x_BTD.shape
         q_BTD, k_BTD, v_BTD = project([self.query, self.key, self.value], x_BTD)
         q_BHTE, k_BHSE, v_BHSE = (
-            t.view(batch, length, self.n_heads, -1).transpose(1, 2) for t in (q_BTD.to(v_BTD.dtype), k_BTD, v_BTD)
+            t.view(batch, length, self.n_heads, -1).transpose(1, 2) for t in (q_BTD, k_BTD, v_BTD)
         )
         mask_TS = None
         if cache is not None:
@@ -52,12 +54,13 @@ def attend(
     q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask_TS: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """`softmax(scale * q k^T + causal) v`, `[B, H, T, E]`; without a mask, T = S and each token looks back."""
+    attention = partial(
+        F.scaled_dot_product_attention, attn_mask=mask_TS, is_causal=mask_TS is None, scale=scale, dropout_p=dropout
+    )
     if q_BHTE.device.type == "cpu" and k_BHSE.shape[2] <= SHORT:
-        q_BHTE, k_BHSE, v_BHSE = wide(q_BHTE), wide(k_BHSE), wide(v_BHSE)
-    with torch.autocast(q_BHTE.device.type, enabled=False):
-        return F.scaled_dot_product_attention(
-            q_BHTE, k_BHSE, v_BHSE, attn_mask=mask_TS, is_causal=mask_TS is None, scale=scale, dropout_p=dropout
-        )
+        with torch.autocast("cpu", enabled=False):
+            return attention(wide(q_BHTE), wide(k_BHSE), wide(v_BHSE))
+    return attention(q_BHTE, k_BHSE, v_BHSE)  # autocast gives all three one dtype
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:

@@ -70,9 +70,10 @@ def project(projections: Sequence[nn.Module], x_BTD: Tensor) -> list[Tensor]:
     """
     rows = [p.config.stem_rows(p.dims) if is_bare(p) else 0 for p in projections]
     fused = [p for p, n in zip(projections, rows, strict=True) if n and isinstance(p, Projection)]
-    if len(fused) < 2:
+    weights = [p.config.stem(p) for p in fused]
+    if len(weights) < 2 or len({weight.dtype for weight in weights}) > 1:
         return [p(x_BTD) for p in projections]
-    weight = torch.cat([p.config.stem(p) for p in fused])
+    weight = torch.cat(weights)
     stems = torch.split(F.linear(x_BTD.to(weight.dtype), weight), rows, dim=-1)
     return [
         p.config.head(p, stem, x_BTD) if n and isinstance(p, Projection) else p(x_BTD)
