@@ -36,8 +36,8 @@ def train(config: RunConfig, out: str | Path, data: TokenData, progress: Progres
     """Train one model into a new run folder and return the folder.
 
     `config` is resolved against this machine and `data` first. Raises `BadInput` before anything is created, and
-    `Diverged` when a loss, a gradient or a weight stops being finite: no update is made from it and no checkpoint of it,
-    and `status.json` says what it was.
+    `Diverged` when a loss, a gradient or a weight stops being finite: no update and no checkpoint is made from it, and
+    `status.json` says what it was.
     """
     wanted, run, progress = config, RunFolder(out), progress or Progress()
     config = resolve(wanted, data)
@@ -97,9 +97,11 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
             torch.autograd.backward(part)
             loss += part.detach()
 
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip or math.inf)
+        # Looked at before it is clipped by: a norm that is not finite would spoil every gradient, and hide whose it was.
+        grad_norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
             raise Diverged(f"step {step}: {first_non_finite(model, loss)}")
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip or math.inf, grad_norm)
 
         rate = learning_rate(settings, step - 1)
         for group in optimizer.param_groups:
