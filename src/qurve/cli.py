@@ -19,7 +19,7 @@ from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg
 
 from qurve.config import apply_settings
-from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError
+from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ Data = Annotated[Path | None, arg(help="Prepared folder (see `qurve prepare`). D
 Device = Annotated[str | None, arg(help="cpu, cuda or cuda:N. Default: the GPU when there is one.")]
 
 app = tyro.extras.SubcommandApp()
+COMMANDS = ("compare", "train", "prepare", "report", "presets", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(qurve.__version__)
         return
     try:
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+            raise BadInput(f"there is no command {arguments[0]!r}{did_you_mean(arguments[0], COMMANDS)}")
         code = app.cli(args=arguments or ["--help"], prog="qurve", description=DESCRIPTION)
     except QurveError as error:
         errors.print("[bold red]qurve: error:[/] ", end="", highlight=False)

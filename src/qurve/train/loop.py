@@ -97,7 +97,7 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
             torch.autograd.backward(part)
             loss += part.detach()
 
-        # Looked at before it is clipped by: a norm that is not finite would spoil every gradient, and hide whose it was.
+        # Checked before clipping: a norm that is not finite would spoil every gradient and hide whose it was.
         grad_norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
             raise Diverged(f"step {step}: {first_non_finite(model, loss)}")
