@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -37,6 +39,24 @@ TINY = RunConfig(
 def tiny(*settings: str) -> RunConfig:
     """The tiny configuration, changed: `tiny("train.lr=0.1")`."""
     return apply_settings(TINY, settings)
+
+
+class InProcess:
+    """A `ProcessPoolExecutor` without processes: a job is done when it is handed over."""
+
+    _processes: dict[int, Any] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def submit(self, function: Callable[..., str], *args: Any) -> Future[str]:
+        future: Future[str] = Future()
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **kwargs: Any) -> None: ...
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg
@@ -239,11 +238,11 @@ def presets(as_json: Json = False) -> int:
     if as_json:
         print(json.dumps(rows))
         return 0
-    table = Table(box=box.SIMPLE)
-    for title in ("preset", "N.E. params", "query", "peak rate", "floor", "decay", "steps"):
-        table.add_column(title, no_wrap=True, justify="left" if title in ("preset", "query") else "right")
+    table = Table(box=None, padding=(0, 1, 0, 0))  # 80 columns must not cost a digit
+    for title in ("preset", "N.E.\nparams", "query", "peak\nrate", "floor", "decay", "steps"):
+        table.add_column(title, overflow="fold", justify="left" if title in ("preset", "query") else "right")
     for row in rows:
-        figures = (f"{row[key]:.4g}" for key in ("lr", "min_lr", "weight_decay"))
+        figures = (f"{row['lr']:.3g}", f"{row['min_lr']:.3g}", f"{row['weight_decay']:.4g}")
         table.add_row(row["name"], f"{row['non_embedding']:,}", row["query"], *figures, f"{row['steps']:,}")
     Console().print(table)
     return 0

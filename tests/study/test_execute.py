@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from qurve.study import execute
 from qurve.study.definition import Arm, Study
 from qurve.study.execute import Job, run_path, run_study
 from qurve.train import runtime
-from tiny import tiny
+from tiny import InProcess, tiny
 
 
 def make_study(*settings: str, seeds: tuple[int, ...] = (1, 2)) -> Study:
@@ -69,24 +69,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Executed:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that are no processes: a job runs when it is handed over."""
-
-    class Here:
-        _processes: dict[int, Any] | None = None
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-        def submit(self, function: Callable[..., str], *args: Any) -> Future[str]:
-            future: Future[str] = Future()
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-            return future
-
-        def shutdown(self, **kwargs: Any) -> None: ...
-
-    monkeypatch.setattr(execute, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(execute, "ProcessPoolExecutor", InProcess)
 
 
 def run(study: Study, folder: Path, data: TokenData, **more: Any) -> tuple[dict[str, str], list[str]]:
@@ -291,7 +274,7 @@ def test_a_strange_folder_in_a_runs_place_is_refused(data: TokenData, executed: 
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]
 
 
-# --------------------------------------------------------------------------------------------------------- when it breaks
+# -------------------------------------------------------------------------------------------------- when it breaks
 
 
 def test_a_diverging_run_is_told_and_stops_no_other(in_process: None, data: TokenData, tmp_path: Path) -> None:
@@ -310,23 +293,17 @@ def test_an_interruption_ends_the_study_and_leaves_no_run_running(
 ) -> None:
     folder = tmp_path / "study"
 
-    class Never:
+    class Silent(InProcess):
         """A worker that begins its run and is not heard of again."""
 
-        _processes: dict[int, Any] | None = None
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-        def submit(self, function: Any, job: Job, *args: Any) -> Future[str]:
-            RunFolder(job.folder).create("{}", "", {})
+        def submit(self, function: Any, *args: Any) -> Future[str]:
+            RunFolder(args[0].folder).create("{}", "", {})
             return Future()
-
-        def shutdown(self, **kwargs: Any) -> None: ...
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(execute, "ProcessPoolExecutor", Never)
+    monkeypatch.setattr(execute, "ProcessPoolExecutor", Silent)
     monkeypatch.setattr(execute, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(make_study(), folder, data, workers=2)
