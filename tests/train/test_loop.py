@@ -65,9 +65,24 @@ def test_training_lines_have_the_fields_of_the_format(finished: RunFolder, data:
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["tokens"] for line in lines] == [128, 256, 384, 512]
     assert [line["lr"] for line in lines] == [learning_rate(tiny().train, k) for k in range(4)]
-    seconds = [line["seconds"] for line in lines]
-    assert seconds == sorted(seconds)
-    assert seconds[0] > 0
+
+
+def test_seconds_add_up_over_training_alone(data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def tick() -> float:
+        nonlocal now
+        now += 1
+        return now
+
+    class Slow(Progress):
+        def evaluated(self, line: dict[str, Any]) -> None:
+            nonlocal now
+            now += 1_000
+
+    monkeypatch.setattr(loop.time, "perf_counter", tick)
+    run = train(tiny("eval.every=1"), tmp_path / "run", data, Slow())
+    assert [line["seconds"] for line in run.train_lines()] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_update_k_uses_order_index_k_minus_1(finished: RunFolder, data: TokenData) -> None:
