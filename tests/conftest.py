@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ("browser",)
+pytest_plugins = ("browser", "tiny")
 
 settings.register_profile(
     "qurve",

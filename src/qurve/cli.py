@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg
 
 from qurve.config import apply_settings
-from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError
+from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, did_you_mean
+from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
     from qurve.train.config import RunConfig
@@ -42,11 +45,15 @@ Data = Annotated[Path | None, arg(help="Prepared folder (see `qurve prepare`). D
 Device = Annotated[str | None, arg(help="cpu, cuda or cuda:N. Default: the GPU when there is one.")]
 
 app = tyro.extras.SubcommandApp()
+COMMANDS = ("compare", "train", "prepare", "report", "presets", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows `?` for what it cannot
+            stream.reconfigure(errors="replace")
     errors = Console(stderr=True)
     if arguments in (["--version"], ["-V"]):
         import qurve
@@ -54,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(qurve.__version__)
         return
     try:
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+            raise BadInput(f"there is no command {arguments[0]!r}{did_you_mean(arguments[0], COMMANDS)}")
         code = app.cli(args=arguments or ["--help"], prog="qurve", description=DESCRIPTION)
     except QurveError as error:
         errors.print("[bold red]qurve: error:[/] ", end="", highlight=False)
@@ -108,9 +117,10 @@ def compare(
     if data is not None:
         config = dataclasses.replace(config, path=str(data))
     console = _console(as_json)
-    opened = open_data(config, folder / "data")
     command = " ".join(["qurve", *sys.argv[1:]])
-    failed = run_study(chosen, folder, opened, command=command, workers=workers, say=_plain(console))
+    with _nothing_created_when_refused(folder):
+        opened = open_data(config, folder / "data")
+        failed = run_study(chosen, folder, opened, command=command, workers=workers, say=_plain(console))
     _show_report(folder, console, as_json)
     for name, reason in failed.items():
         console.print(f"failed: {name}: {reason}", markup=False, highlight=False)
@@ -140,12 +150,13 @@ def train(
     config = _preset(preset, settings, seed=seed, steps=steps, device=device, precision=precision)
     if data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data)))
-    _refuse_used(out)
+    RunFolder(out).refuse_used()
     from qurve.train.loop import train as train_model
     from qurve.train.progress import for_console
 
     console = _console(as_json)
-    run = train_model(config, out, open_data(config.data, out / "data"), for_console(console))
+    with _nothing_created_when_refused(out):
+        run = train_model(config, out, open_data(config.data, out / "data"), for_console(console))
     last, evaluations = run.train_lines()[-1], [line for line in run.metrics() if "split" in line]
     figures = {
         "run": str(run.path),
@@ -227,11 +238,11 @@ def presets(as_json: Json = False) -> int:
     if as_json:
         print(json.dumps(rows))
         return 0
-    table = Table(box=box.SIMPLE)
-    for title in ("preset", "N.E. params", "query", "peak rate", "floor", "decay", "steps"):
-        table.add_column(title, no_wrap=True, justify="left" if title in ("preset", "query") else "right")
+    table = Table(box=None, padding=(0, 1, 0, 0))  # 80 columns must not cost a digit
+    for title in ("preset", "N.E.\nparams", "query", "peak\nrate", "floor", "decay", "steps"):
+        table.add_column(title, overflow="fold", justify="left" if title in ("preset", "query") else "right")
     for row in rows:
-        figures = (f"{row[key]:.4g}" for key in ("lr", "min_lr", "weight_decay"))
+        figures = (f"{row['lr']:.3g}", f"{row['min_lr']:.3g}", f"{row['weight_decay']:.4g}")
         table.add_row(row["name"], f"{row['non_embedding']:,}", row["query"], *figures, f"{row['steps']:,}")
     Console().print(table)
     return 0
@@ -280,16 +291,26 @@ def _at_least_one(name: str, value: int) -> None:
         raise BadInput(f"{name} {value}: it must be at least 1")
 
 
-def _refuse_used(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(f"{out} is not empty; give another --out, or remove it first")
-
-
 def _refuse_foreign_study(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is a file; give another --out")
     if folder.exists() and any(folder.iterdir()) and not ({"study.json", "data"} & {p.name for p in folder.iterdir()}):
         raise BadInput(f"{folder} holds something that is not a study; give another --out")
+
+
+@contextlib.contextmanager
+def _nothing_created_when_refused(folder: Path) -> Iterator[None]:
+    """Remove `folder` and the parents made for it when the input is refused after the corpus was prepared in it."""
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        yield
+    except BadInput:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in made[1:]:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+        raise
 
 
 def _console(as_json: bool) -> Console:

@@ -163,13 +163,14 @@ def _set(config: Any, names: list[str], text: str, path: str) -> Any:
     if name not in hints:
         raise BadInput(f"--set {path}: there is no field {name!r}{did_you_mean(name, hints)}")
     current = getattr(config, name)
-    if len(names) > 1:
-        if not dataclasses.is_dataclass(current):
-            raise BadInput(f"--set {path}: {name!r} is a value ({current!r}) and has no field {names[1]!r}")
-        value = _set(current, names[1:], text, path)
-    else:
-        value = _parse(hints[name], _literal(text, hints[name]), path)
+    if len(names) > 1 and not dataclasses.is_dataclass(current):
+        raise BadInput(f"--set {path}: {name!r} is a value ({current!r}) and has no field {names[1]!r}")
     try:
+        value = (
+            _set(current, names[1:], text, path)
+            if len(names) > 1
+            else _parse(hints[name], _literal(text, hints[name]), path)
+        )
         return dataclasses.replace(config, **{name: value})
     except BadInput:
         raise

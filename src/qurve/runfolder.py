@@ -52,13 +52,22 @@ class RunFolder:
 
     def create(self, config_json: str, config_hash: str, environment: dict[str, Any]) -> None:
         """Start a run: refuses a folder that holds anything already, so that nothing is ever overwritten."""
-        if self.path.exists() and any(entry.name != "data" for entry in self.path.iterdir()):
-            raise BadInput(f"{self.path} is not empty; give another --out, or remove it first")
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.refuse_used()
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"{self.path} cannot be made ({error.strerror}); give another --out") from None
         write_atomic(self.config_file, json.dumps({**json.loads(config_json), "hash": config_hash}, indent=2) + "\n")
         write_atomic(self.environment_file, json.dumps({"format": FORMAT, **environment}, indent=2) + "\n")
         self.metrics_file.touch()
         self.set_status("running", step=0)
+
+    def refuse_used(self) -> None:
+        """Raise `BadInput` unless the folder can take a new run: it is not there, or holds prepared data alone."""
+        if self.path.exists() and not self.path.is_dir():
+            raise BadInput(f"{self.path} is a file; give another --out")
+        if self.path.exists() and any(entry.name != "data" for entry in self.path.iterdir()):
+            raise BadInput(f"{self.path} is not empty; give another --out, or remove it first")
 
     def add_to_environment(self, facts: dict[str, Any]) -> None:
         write_atomic(self.environment_file, json.dumps({**self.environment(), **facts}, indent=2) + "\n")

@@ -103,7 +103,7 @@ def load_study(name: str) -> Study:
         return BUILT_IN[name]()
     if not name.endswith(".py"):
         raise BadInput(
-            f"there is no study {name!r}{did_you_mean(name, BUILT_IN)}; or give a Python file exposing STUDY"
+            f"there is no study {name!r}{did_you_mean(name, BUILT_IN)} (or give a Python file, *.py, exposing STUDY)"
         )
     if not Path(name).is_file():
         raise BadInput(f"there is no file {name}")

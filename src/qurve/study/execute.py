@@ -48,7 +48,7 @@ def run_study(
     anything is made, when a run's folder holds another configuration.
     """
     from qurve.train.loop import check_windows
-    from qurve.train.runtime import available_cores, resolve, resolve_device
+    from qurve.train.runtime import available_cores, no_compiler, resolve, resolve_device
 
     jobs = [
         Job(arm, seed, study.run_config(arm, seed), run_path(folder, arm.name, seed))
@@ -74,6 +74,8 @@ def run_study(
         say(f"{len(kept)} of {len(planned)} runs are made already and kept (remove {folder} to start afresh)")
     if not open_jobs:
         return {}
+    if any(job.config.train.compile for job in jobs) and not any(job.config.train.compile for job in planned):
+        say(no_compiler())
     say(f"{len(open_jobs)} runs on {len(devices)} worker{'s' * (len(devices) > 1)}, {threads} threads each")
     return _execute(open_jobs, devices, str(data.folder), say)
 
@@ -151,6 +153,8 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
             for process in list((pool._processes or {}).values()) if running else []:
                 process.terminate()
             pool.shutdown(cancel_futures=True)
+        for _, job in running.values():  # only when this was cut short
+            RunFolder(job.folder).mark_dead()
     return failed
 
 

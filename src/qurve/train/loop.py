@@ -25,7 +25,7 @@ from qurve.train.checkpoint import save_checkpoint
 from qurve.train.config import RunConfig
 from qurve.train.optim import build_optimizer
 from qurve.train.progress import Progress
-from qurve.train.runtime import describe, resolve
+from qurve.train.runtime import describe, no_compiler, resolve
 from qurve.train.schedule import learning_rate
 
 Starts = npt.NDArray[np.int64]
@@ -36,11 +36,15 @@ def train(config: RunConfig, out: str | Path, data: TokenData, progress: Progres
     """Train one model into a new run folder and return the folder.
 
     `config` is resolved against this machine and `data` first. Raises `BadInput` before anything is created, and
-    `Diverged` when the loss or a gradient stops being finite; that update is not applied, and `status.json` says why.
+    `Diverged` when a loss, a gradient or a weight stops being finite: no update and no checkpoint is made from it, and
+    `status.json` says what it was.
     """
-    config, run, progress = resolve(config, data), RunFolder(out), progress or Progress()
+    wanted, run, progress = config, RunFolder(out), progress or Progress()
+    config = resolve(wanted, data)
     check_windows(config, data)
     run.create(to_json(config), content_hash(config), describe(config))
+    if wanted.train.compile and not config.train.compile:
+        progress.note(no_compiler())
     try:
         with machine_settings(config):
             _train(config, run, data, progress)
@@ -50,6 +54,8 @@ def train(config: RunConfig, out: str | Path, data: TokenData, progress: Progres
             status = "diverged" if isinstance(error, Diverged) else "stopped"
         run.set_status(status, step=run.last_step(), why=str(error) or type(error).__name__)
         raise
+    finally:
+        progress.finish()
     run.set_status("finished", step=config.train.updates)
     return run
 
@@ -67,11 +73,11 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
 
     def evaluate(step: int) -> None:
         for split in config.eval.splits:
-            line: dict[str, Any] = {
-                "step": step,
-                "split": split,
-                **evaluate_loss(model, loss_of, config, data, split, step),
-            }
+            measured = evaluate_loss(model, loss_of, config, data, split, step)
+            if not math.isfinite(measured["loss"]):
+                what = first_non_finite(model, torch.tensor(measured["loss"]))
+                raise Diverged(f"evaluation on {split} after step {step}: {what}")
+            line: dict[str, Any] = {"step": step, "split": split, **measured}
             run.append(line)
             progress.evaluated(line)
 
@@ -91,9 +97,11 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
             torch.autograd.backward(part)
             loss += part.detach()
 
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip or math.inf)
+        # Checked before clipping: a norm that is not finite would spoil every gradient and hide whose it was.
+        grad_norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
         if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
             raise Diverged(f"step {step}: {first_non_finite(model, loss)}")
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip or math.inf, grad_norm)
 
         rate = learning_rate(settings, step - 1)
         for group in optimizer.param_groups:
@@ -111,8 +119,9 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
         if step % config.eval.every == 0 or step == settings.updates:
             evaluate(step)
         if step == settings.updates or (settings.checkpoint_every and step % settings.checkpoint_every == 0):
+            if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
+                raise Diverged(f"step {step}: {first_non_finite(model, loss)}")
             save_checkpoint(run, step, model)
-    progress.finish()
 
 
 # ------------------------------------------------------------------------------------------------------------- windows

@@ -22,7 +22,8 @@ class Progress:
 
     def note(self, text: str) -> None: ...
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """At the end, whatever it was, even when `start` was never reached."""
 
 
 class LogLines(Progress):
@@ -52,6 +53,8 @@ class LogLines(Progress):
 class TerminalBar(LogLines):
     """A live bar: step, loss, tokens/s, time left; evaluations are printed above it."""
 
+    bar: Bar | None = None
+
     def start(self, updates: int, log_every: int) -> None:
         columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()]
         self.bar = Bar(*columns, console=self.console)
@@ -60,10 +63,12 @@ class TerminalBar(LogLines):
 
     def updated(self, line: dict[str, Any]) -> None:
         speed = line["tokens"] / line["seconds"]
+        assert self.bar is not None
         self.bar.update(self.task, advance=1, description=f"loss {line['loss']:.4f}  {speed:,.0f} tokens/s")
 
     def finish(self) -> None:
-        self.bar.stop()
+        if self.bar is not None:  # else the terminal keeps its hidden cursor
+            self.bar.stop()
 
 
 def for_console(console: Console) -> Progress:

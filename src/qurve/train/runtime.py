@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,20 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that `torch.compile` would call on the CPU, or None."""
-    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+    """The C++ compiler that `torch.compile` calls on the CPU, or None: it looks for this one alone."""
+    return shutil.which(_compiler_name())
+
+
+def no_compiler() -> str:
+    """What a user is told whose training was to be compiled and cannot be."""
+    return (
+        f"no C++ compiler found (looked for {_compiler_name()}; the variable CXX names another one, clang++ say): "
+        "training runs eager, which is slower"
+    )
+
+
+def _compiler_name() -> str:
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 
 
 def available_cores() -> int:

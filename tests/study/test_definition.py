@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from qurve import accounting, presets
+from qurve.config import content_hash, differences, from_dict
+from qurve.errors import BadInput
+from qurve.study.definition import Arm, Study, load_study
+from qurve.train.config import RunConfig
+from tiny import tiny
+
+
+def study(*names: str, seeds: tuple[int, ...] = (1, 2), baseline: str = "baseline") -> Study:
+    return Study("tiny", "A tiny study", tuple(Arm(name, name.title(), tiny()) for name in names), seeds, baseline)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-x", ".hidden", "ü", "a\n"])
+def test_names_that_are_no_folders_are_refused(name: str) -> None:
+    with pytest.raises(BadInput, match="becomes a folder"):
+        Arm(name, "label", tiny())
+
+
+@pytest.mark.parametrize("name", ["baseline", "mlp-4.75", "lr=3e-4", "A_b+c@2"])
+def test_names_that_make_folders_are_taken(name: str) -> None:
+    assert Arm(name, "label", tiny()).name == name
+
+
+def test_arms_need_names_of_their_own() -> None:
+    with pytest.raises(BadInput, match=r"names of their own, not baseline, baseline"):
+        study("baseline", "baseline")
+    with pytest.raises(BadInput, match="none at all"):
+        study()
+
+
+def test_baseline_must_be_an_arm() -> None:
+    with pytest.raises(BadInput, match="'basline' is no arm; did you mean 'baseline'"):
+        study("baseline", "other", baseline="basline")
+
+
+@pytest.mark.parametrize("seeds", [(), (1, 1)])
+def test_seeds_must_be_different_and_some(seeds: tuple[int, ...]) -> None:
+    with pytest.raises(BadInput, match="seeds must be different and at least one"):
+        study("baseline", seeds=seeds)
+
+
+def test_settings_reach_every_arm() -> None:
+    changed = study("baseline", "other").change(["model.dropout=0.5"], steps=9)
+    for arm in changed.arms:
+        assert differences(tiny(), arm.config) == {"model.dropout": (0.0, 0.5), "train.steps": (4, 9)}
+    with pytest.raises(BadInput, match="there is no field 'lrr'"):
+        study("baseline").change(["train.lrr=1"])
+
+
+def test_a_run_is_its_arm_with_its_seed() -> None:
+    one = study("baseline")
+    assert differences(one.arms[0].config, one.run_config(one.arms[0], 7)) == {"train.seed": (1, 7)}
+
+
+def test_study_json_holds_what_a_report_needs() -> None:
+    one = study("baseline", "other")
+    tree = json.loads(one.to_json("qurve compare tiny.py"))
+    assert {key: tree[key] for key in ("format", "name", "title", "baseline", "seeds", "command", "search")} == {
+        "format": 1,
+        "name": "tiny",
+        "title": "A tiny study",
+        "baseline": "baseline",
+        "seeds": [1, 2],
+        "command": "qurve compare tiny.py",
+        "search": None,
+    }
+    cost = accounting.count(tiny().model)
+    for arm in tree["arms"]:
+        assert from_dict(RunConfig, arm["config"]) == tiny()
+        assert (arm["non_embedding"], arm["total"]) == (cost.non_embedding, cost.total)
+        assert arm["flops_per_token"] == cost.flops_per_token
+
+
+# --------------------------------------------------------------------------------------------------------- built in
+
+
+def test_small_study_is_the_papers_three_architectures_at_their_searched_rates() -> None:
+    small = load_study("small")
+    assert [arm.name for arm in small.arms] == ["baseline", "mlp-4.75", "res-gelu"]
+    assert small.baseline == "baseline"
+    assert len(small.seeds) >= 3
+    assert small.search is not None
+    for arm in small.arms:
+        chosen = small.search["chosen"][arm.name]
+        assert (arm.config.train.lr, arm.config.train.min_lr) == (chosen["train.lr"], chosen["train.min_lr"])
+        assert (arm.config.train.lr, arm.config.train.min_lr) in {
+            (score["train.lr"], score["train.min_lr"]) for score in small.search["scores"] if score["arm"] == arm.name
+        }
+
+
+def test_arms_of_the_small_study_differ_in_architecture_and_rate_alone() -> None:
+    base, wide, nonlinear = (arm.config for arm in load_study("small").arms)
+    rate = {"train.lr", "train.min_lr"}
+    assert differences(base, wide).keys() - rate == {"model.d_ff"}
+    assert all(key.startswith("model.query.") for key in differences(base, nonlinear).keys() - rate)
+    query = {key for key in differences(base, nonlinear) if key.startswith("model.query.")}
+    assert "model.query.kind" in query
+
+
+def test_paper_study_is_the_six_rows_of_table_1() -> None:
+    paper = load_study("paper")
+    assert [arm.name for arm in paper.arms] == [
+        "baseline",
+        "mlp-4.75",
+        "mlp-4.75-scaled",
+        "res-gelu-wd005",
+        "res-gelu-4e-3",
+        "res-gelu-best",
+    ]
+    assert len(paper.seeds) >= 3
+    for arm in paper.arms:
+        assert arm.config == presets.get(f"paper/{arm.name}")
+        assert arm.paper == presets.PRINTED[f"paper/{arm.name}"]
+        assert arm.label != arm.name
+    losses = [arm.paper["val_loss"] for arm in paper.arms if arm.paper]
+    assert losses == ["2.9441", "2.9165", "2.9173", "2.9015", "2.8750", "2.8736"]
+
+
+def test_every_run_of_a_study_has_a_hash_of_its_own() -> None:
+    for name in ("small", "paper"):
+        one = load_study(name)
+        hashes = [content_hash(one.run_config(arm, seed)) for arm in one.arms for seed in one.seeds]
+        assert len(set(hashes)) == len(hashes)
+
+
+# ------------------------------------------------------------------------------------------------------ from a file
+
+
+def test_a_python_file_exposes_its_study(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from qurve import presets\n"
+        "from qurve.study.definition import Arm, Study\n"
+        "STUDY = Study('mine', 'Mine', (Arm('baseline', 'Base', presets.get('smoke')),), seeds=(4,))\n"
+    )
+    loaded = load_study(str(file))
+    assert (loaded.name, loaded.seeds, loaded.arms[0].config) == ("mine", (4,), presets.get("smoke"))
+
+
+@pytest.mark.parametrize("text", ["", "STUDY = 3\n", "study = None\n"])
+def test_a_file_without_a_study_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(BadInput, match=r"mine\.py does not expose a qurve Study as STUDY"):
+        load_study(str(file))
+
+
+def test_what_is_no_study_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no study 'papr'; did you mean 'paper'"):
+        load_study("papr")
+    with pytest.raises(BadInput, match="there is no file"):
+        load_study(str(tmp_path / "missing.py"))
+
+
+def test_studies_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_study("small").name = "other"  # type: ignore[misc]

@@ -1,0 +1,322 @@
+"""Runs of a study: which are made, where, in what order, and what happens when one breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qurve.config import content_hash
+from qurve.data.loader import TokenData
+from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
+from qurve.study import execute
+from qurve.study.definition import Arm, Study
+from qurve.study.execute import Job, run_path, run_study
+from qurve.train import runtime
+from tiny import InProcess, tiny
+
+
+def make_study(*settings: str, seeds: tuple[int, ...] = (1, 2)) -> Study:
+    arms = (
+        Arm("baseline", "Baseline", tiny(*settings)),
+        Arm("wide", "Wide", tiny("model.d_ff=96", *settings)),
+        Arm("res-gelu", "Res. GELU", tiny("model.query=bottleneck", *settings)),
+    )
+    return Study("tiny", "A tiny study", arms, seeds)
+
+
+def jobs_of(arms: dict[str, int]) -> list[Job]:
+    config = tiny()
+    return [
+        Job(Arm(name, name, config), seed, config, Path(name) / str(seed))
+        for name, n in arms.items()
+        for seed in range(n)
+    ]
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+class Executed:
+    """What `run_study` would have handed to its workers."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.devices: list[str] = []
+
+    def __call__(self, jobs: list[Job], devices: list[str], data: str, say: Any) -> dict[str, str]:
+        self.jobs, self.devices = jobs, devices
+        return {}
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> Executed:
+    catching = Executed()
+    monkeypatch.setattr(execute, "_execute", catching)
+    return catching
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "ProcessPoolExecutor", InProcess)
+
+
+def run(study: Study, folder: Path, data: TokenData, **more: Any) -> tuple[dict[str, str], list[str]]:
+    said: list[str] = []
+    failed = run_study(study, folder, data, command="qurve compare", say=said.append, **more)
+    return failed, said
+
+
+# ----------------------------------------------------------------------------------------------------- which job next
+
+
+def handed_out(jobs: list[Job], n_workers: int, ends: Iterator[int]) -> list[tuple[int, Job]]:
+    """Play the executor: `ends` says which of the busy workers is done next."""
+    waiting, busy, last, order = list(jobs), {}, {}, []
+    while waiting or busy:
+        for worker in range(n_workers):
+            if waiting and worker not in busy:
+                job = execute._next_job(waiting, last.get(worker), [j.arm.name for j in busy.values()])
+                waiting.remove(job)
+                busy[worker], last[worker] = job, job.arm.name
+                order.append((worker, job))
+        busy.pop(sorted(busy)[next(ends) % len(busy)])
+    return order
+
+
+@given(
+    arms=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 4), min_size=1),
+    n_workers=st.integers(1, 7),
+    ends=st.lists(st.integers(0, 100), min_size=30, max_size=30),
+)
+def test_every_job_is_handed_out_once_and_a_worker_leaves_an_arm_only_when_none_is_left(
+    arms: dict[str, int], n_workers: int, ends: list[int]
+) -> None:
+    jobs = jobs_of(arms)
+    order = handed_out(jobs, n_workers, iter(ends))
+    assert sorted(job.name for _, job in order) == sorted(job.name for job in jobs)
+    own: dict[int, str] = {}
+    for place, (worker, job) in enumerate(order):
+        if own.get(worker, job.arm.name) != job.arm.name:
+            assert own[worker] not in {later.arm.name for _, later in order[place:]}
+        own[worker] = job.arm.name
+
+
+def test_workers_spread_over_the_arms() -> None:
+    order = handed_out(jobs_of({"a": 3, "b": 3, "c": 3}), 3, iter([0] * 9))
+    assert [job.arm.name for _, job in order[:3]] == ["a", "b", "c"]
+
+
+def test_one_worker_takes_an_arms_seeds_in_succession() -> None:
+    order = handed_out(jobs_of({"a": 2, "b": 2}), 1, iter([0] * 4))
+    assert [job.name for _, job in order] == ["a, seed 0", "a, seed 1", "b, seed 0", "b, seed 1"]
+
+
+# ------------------------------------------------------------------------------------------------------ what is planned
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "n_devices", "threads"),
+    [(2, None, 2, 1), (16, None, 6, 2), (16, 4, 4, 4), (3, 2, 2, 1), (2, 1, 1, 2), (1, 4, 4, 1)],
+)
+def test_cores_are_divided_among_the_workers(
+    cores: int,
+    workers: int | None,
+    n_devices: int,
+    threads: int,
+    executed: Executed,
+    data: TokenData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime, "available_cores", lambda: cores)
+    _, said = run(make_study("train.threads=none"), tmp_path / "study", data, workers=workers)
+    assert executed.devices == ["cpu"] * n_devices
+    assert {job.config.train.threads for job in executed.jobs} == {threads}
+    assert n_devices * threads <= max(cores, n_devices)
+    assert any(f"6 runs on {n_devices} worker" in text and f"{threads} threads each" in text for text in said)
+
+
+def test_threads_that_the_study_gives_stay(executed: Executed, data: TokenData, tmp_path: Path) -> None:
+    run(make_study("train.threads=1"), tmp_path / "study", data, workers=1)
+    assert {job.config.train.threads for job in executed.jobs} == {1}
+
+
+def test_each_run_has_its_seed_its_folder_and_a_resolved_configuration(
+    executed: Executed, data: TokenData, tmp_path: Path
+) -> None:
+    run(make_study(), tmp_path / "study", data)
+    assert len(executed.jobs) == 6
+    for job in executed.jobs:
+        assert job.config.train.seed == job.seed
+        assert job.folder == tmp_path / "study" / "runs" / job.arm.name / f"seed-{job.seed}"
+        assert job.config.data.fingerprint == data.fingerprint
+    assert len({content_hash(job.config) for job in executed.jobs}) == 6
+    assert json.loads((tmp_path / "study" / "study.json").read_text())["command"] == "qurve compare"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("train.tokens_per_step=100",), "tokens_per_step"),
+        (("model.vocab_size=256",), r"model\.vocab_size=320"),
+        (('eval.splits=["nope"]',), "no split 'nope'"),
+    ],
+)
+def test_a_study_that_cannot_run_is_refused_before_anything_is_made(
+    settings: tuple[str, ...], message: str, executed: Executed, data: TokenData, tmp_path: Path
+) -> None:
+    good = make_study()
+    last = dataclasses.replace(good.arms[-1], config=tiny(*settings))
+    with pytest.raises(BadInput, match=message):
+        run(dataclasses.replace(good, arms=(*good.arms[:-1], last)), tmp_path / "study", data)
+    assert not (tmp_path / "study").exists()
+
+
+def test_a_missing_compiler_is_announced_once(
+    executed: Executed, data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    _, said = run(make_study("train.compile=true"), tmp_path / "compiled", data)
+    assert len([text for text in said if "no C++ compiler found" in text]) == 1
+    _, said = run(make_study(), tmp_path / "eager", data)
+    assert not [text for text in said if "compiler" in text]
+
+
+# ------------------------------------------------------------------------------------------------- what is made already
+
+
+@pytest.fixture
+def made(in_process: None, data: TokenData, tmp_path: Path) -> Path:
+    folder = tmp_path / "study"
+    failed, _ = run(make_study("train.steps=2"), folder, data, workers=2)
+    assert failed == {}
+    return folder
+
+
+def test_batches_are_the_same_in_every_arm_and_others_for_every_seed(made: Path) -> None:
+    shas = {
+        (arm, seed): [line["batch_sha"] for line in RunFolder(run_path(made, arm, seed)).train_lines()]
+        for arm in ("baseline", "wide", "res-gelu")
+        for seed in (1, 2)
+    }
+    for seed in (1, 2):
+        assert shas["baseline", seed] == shas["wide", seed] == shas["res-gelu", seed]
+    assert not set(shas["baseline", 1]) & set(shas["baseline", 2])
+
+
+def test_finished_and_diverged_runs_are_kept(made: Path, executed: Executed, data: TokenData) -> None:
+    RunFolder(run_path(made, "wide", 2)).set_status("diverged", step=1, why="planted")
+    before = snapshot(made / "runs")
+    failed, said = run(make_study("train.steps=2"), made, data, workers=2)
+    assert failed == {}
+    assert executed.jobs == []
+    assert any("6 of 6 runs are made already and kept" in text for text in said)
+    assert snapshot(made / "runs") == before
+
+
+def test_new_seeds_and_arms_are_added(made: Path, executed: Executed, data: TokenData) -> None:
+    run(make_study("train.steps=2", seeds=(1, 2, 3)), made, data, workers=2)
+    assert [job.name for job in executed.jobs] == ["baseline, seed 3", "wide, seed 3", "res-gelu, seed 3"]
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "stopped"])
+def test_an_unfinished_run_is_moved_aside_and_made_anew(
+    status: Any, made: Path, executed: Executed, data: TokenData
+) -> None:
+    path = run_path(made, "wide", 2)
+    for number in (1, 2):
+        RunFolder(path).set_status(status, step=1)
+        kept = (path / "status.json").read_text()
+        _, said = run(make_study("train.steps=2"), made, data, workers=2)
+        assert [job.name for job in executed.jobs] == ["wide, seed 2"]
+        aside = path.with_name(f"seed-2.unfinished-{number}")
+        assert (aside / "status.json").read_text() == kept
+        assert not path.exists()
+        assert any(str(aside) in text for text in said)
+        path.mkdir()
+        for name in ("config.json", "status.json"):
+            os.link(aside / name, path / name)
+
+
+def test_another_configuration_is_refused_with_what_changed_and_nothing_touched(
+    made: Path, executed: Executed, data: TokenData
+) -> None:
+    RunFolder(run_path(made, "baseline", 1)).set_status("failed", step=1)
+    before = snapshot(made)
+    with pytest.raises(BadInput, match=r"another configuration \(train\.lr: 0\.01 there, 0\.02 now\); give another"):
+        run(make_study("train.steps=2", "train.lr=0.02"), made, data, workers=2)
+    assert snapshot(made) == before
+
+
+def test_what_changes_no_number_is_no_other_configuration(made: Path, executed: Executed, data: TokenData) -> None:
+    run(make_study("train.steps=2", "train.log_every=1", "train.checkpoint_every=1"), made, data, workers=2)
+    assert executed.jobs == []
+
+
+def test_a_strange_folder_in_a_runs_place_is_refused(data: TokenData, executed: Executed, tmp_path: Path) -> None:
+    place = run_path(tmp_path, "wide", 1)
+    place.mkdir(parents=True)
+    (place / "notes.txt").write_text("mine")
+    with pytest.raises(BadInput, match="holds something that is not a run"):
+        run(make_study(), tmp_path, data)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]
+
+
+# -------------------------------------------------------------------------------------------------- when it breaks
+
+
+def test_a_diverging_run_is_told_and_stops_no_other(in_process: None, data: TokenData, tmp_path: Path) -> None:
+    good = make_study("train.steps=2", seeds=(1,))
+    wild = tiny("train.steps=60", "train.lr=1e6", "train.warmup_steps=0")
+    study = dataclasses.replace(good, arms=(good.arms[0], Arm("wild", "Wild", wild), good.arms[2]))
+    failed, said = run(study, tmp_path / "study", data, workers=1)
+    assert failed == {}
+    assert any("wild, seed 1: diverged (step" in text for text in said)
+    statuses = {arm.name: RunFolder(run_path(tmp_path / "study", arm.name, 1)).status()["status"] for arm in study.arms}
+    assert statuses == {"baseline": "finished", "wild": "diverged", "res-gelu": "finished"}
+
+
+def test_an_interruption_ends_the_study_and_leaves_no_run_running(
+    in_process: None, data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "study"
+
+    class Silent(InProcess):
+        """A worker that begins its run and is not heard of again."""
+
+        def submit(self, function: Any, *args: Any) -> Future[str]:
+            RunFolder(args[0].folder).create("{}", "", {})
+            return Future()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(execute, "ProcessPoolExecutor", Silent)
+    monkeypatch.setattr(execute, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(make_study(), folder, data, workers=2)
+    statuses = [json.loads(file.read_text())["status"] for file in folder.rglob("status.json")]
+    assert statuses == ["failed", "failed"]
+
+
+def test_estimate_says_how_far_the_running_ones_are(made: Path) -> None:
+    configs = [tiny("train.steps=2"), tiny("train.steps=10")]
+    running = [Job(Arm("wide", "Wide", c), 2, c, run_path(made, "wide", 2)) for c in configs[:1]]
+    waiting = [Job(Arm("wide", "Wide", c), 3, c, run_path(made, "wide", 3)) for c in configs[1:]]
+    last = RunFolder(running[0].folder).train_lines()[-1]
+    text = execute._estimate(running, waiting, 1)
+    assert text.startswith(f"wide, seed 2: step 2/2, loss {last['loss']:.3f}; about ")
+    assert text.endswith(f"about {last['seconds'] / 2 * 10:.0f} s left")
+    assert execute._estimate(waiting, [], 1) == "wide, seed 3: step 0/10"

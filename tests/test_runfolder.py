@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qurve.errors import BadInput
+from qurve.model.gpt import GPT
+from qurve.runfolder import RunFolder, write_atomic
+from qurve.train import checkpoint
+from tiny import tiny
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "runs" / "one")
+    run.create('{"format": 1, "model": {}}', "abc", {"torch": "2"})
+    return run
+
+
+def line(step: int) -> dict[str, object]:
+    return {"step": step, "loss": 1 / 3, "lr": 0.1, "grad_norm": 1.0, "tokens": step, "seconds": 0.1, "batch_sha": ""}
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def test_a_new_folder_holds_its_files_and_no_leftovers(run: RunFolder) -> None:
+    names = sorted(entry.name for entry in run.path.iterdir())
+    assert names == ["checkpoints", "config.json", "environment.json", "metrics.jsonl", "status.json"]
+    assert run.config_json() == ({"format": 1, "model": {}}, "abc")
+    assert run.environment() == {"format": 1, "torch": "2"}
+    assert run.status() == {"format": 1, "status": "running", "step": 0, "why": ""}
+
+
+def test_making_the_object_makes_no_folder(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "status.json"
+    write_atomic(file, "old")
+
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(file, "new and longer")
+    assert file.read_text() == "old"
+
+
+def test_a_write_is_on_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("replace"), replace(a, b)))
+    write_atomic(tmp_path / "file", "text")
+    assert done == ["fsync", "replace"]
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_facts_are_added_to_the_environment(run: RunFolder) -> None:
+    run.add_to_environment({"compiled": True})
+    assert run.environment() == {"format": 1, "torch": "2", "compiled": True}
+
+
+def test_used_folders_are_refused(run: RunFolder, tmp_path: Path) -> None:
+    before = run.status_file.read_bytes()
+    with pytest.raises(BadInput, match=r"is not empty; give another --out"):
+        run.create("{}", "", {})
+    assert run.status_file.read_bytes() == before
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"is a file"):
+        RunFolder(tmp_path / "file").create("{}", "", {})
+    with pytest.raises(BadInput, match=r"cannot be made \(Not a directory\)"):
+        RunFolder(tmp_path / "file" / "below").create("{}", "", {})
+
+
+def test_a_folder_that_holds_prepared_data_alone_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    RunFolder(tmp_path).create("{}", "", {})
+    assert RunFolder(tmp_path).status()["status"] == "running"
+
+
+def test_only_a_run_that_says_running_is_marked_dead(run: RunFolder, tmp_path: Path) -> None:
+    run.append(line(1))
+    run.append(line(2))
+    run.mark_dead()
+    assert run.status() == {"format": 1, "status": "failed", "step": 2, "why": "its process died"}
+    run.set_status("diverged", step=1, why="so it is")
+    run.mark_dead()
+    assert run.status()["status"] == "diverged"
+    RunFolder(tmp_path / "none").mark_dead()
+    assert not (tmp_path / "none").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_come_back_in_full(tmp_path_factory: pytest.TempPathFactory, number: float) -> None:
+    run = RunFolder(tmp_path_factory.mktemp("run"))
+    run.append({"step": 1, "loss": number})
+    assert list(run.metrics()) == [{"step": 1, "loss": number}]
+
+
+def test_what_is_not_a_number_is_never_written(run: RunFolder) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        run.append({"loss": float("nan")})
+    assert run.metrics_file.read_text() == ""
+
+
+def test_lines_are_told_apart(run: RunFolder) -> None:
+    val, test = ({"step": 0, "split": split, "loss": 2.0, "tokens": 8} for split in ("val", "test"))
+    for one in (val, test, line(1), line(2)):
+        run.append(one)
+    assert run.train_lines() == [line(1), line(2)]
+    assert run.eval_lines() == [val]
+    assert run.eval_lines("test") == [test]
+    assert run.last_step() == 2
+
+
+@pytest.mark.parametrize("cut", [1, 5, 60])
+def test_a_torn_last_line_is_left_out(cut: int, run: RunFolder) -> None:
+    for step in (1, 2, 3):
+        run.append(line(step))
+    run.metrics_file.write_bytes(run.metrics_file.read_bytes()[:-cut])
+    assert run.train_lines() == [line(1), line(2)]
+    assert run.last_step() == 2
+
+
+def test_damage_before_the_last_line_is_refused_with_its_place(run: RunFolder) -> None:
+    run.metrics_file.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(BadInput, match=r"metrics\.jsonl, line 2: not JSON"):
+        list(run.metrics())
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def test_folders_that_are_no_runs_are_named(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for read, file in (
+        (run.config_json, "config.json"),
+        (run.environment, "environment.json"),
+        (run.status, "status.json"),
+        (run.train_lines, "metrics.jsonl"),
+    ):
+        with pytest.raises(BadInput, match=rf"is not a run folder: it has no {file}"):
+            read()
+    with pytest.raises(BadInput, match="holds no checkpoint"):
+        run.latest_checkpoint()
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "must hold a JSON object")])
+def test_damaged_files_are_named(text: str, message: str, run: RunFolder) -> None:
+    run.config_file.write_text(text)
+    with pytest.raises(BadInput, match=rf"config\.json: {message}"):
+        run.config_json()
+
+
+def test_latest_checkpoint_is_the_highest_step_and_whole(run: RunFolder) -> None:
+    with pytest.raises(BadInput, match="holds no checkpoint"):
+        run.latest_checkpoint()
+    for step in (900, 1_000, 20):
+        run.checkpoint(step).mkdir()
+    (run.checkpoints / f".{run.checkpoint(5_000).name}.part").mkdir()
+    assert run.latest_checkpoint() == run.checkpoint(1_000)
+    run.checkpoint(20_000).mkdir()
+    assert run.latest_checkpoint() == run.checkpoint(20_000)
+
+
+def test_a_checkpoint_that_is_cut_short_never_takes_its_name(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise KeyboardInterrupt
+
+    model = GPT(tiny().model)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_atomic", fail)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save_checkpoint(run, 7, model)
+    with pytest.raises(BadInput, match="holds no checkpoint"):
+        run.latest_checkpoint()
+    checkpoint.save_checkpoint(run, 7, model)
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000007"]
+    assert json.loads((run.latest_checkpoint() / "state.json").read_text())["step"] == 7

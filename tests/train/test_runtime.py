@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qurve.data.loader import TokenData
+from qurve.train import runtime
+from qurve.train.runtime import available_cores, resolve
+from tiny import tiny
+
+
+def test_open_ends_are_filled(data: TokenData) -> None:
+    config = resolve(tiny("train.threads=none", "train.micro_batch=none"), data)
+    assert config.train.threads == available_cores()
+    assert config.train.micro_batch == 4
+    assert config.data.path == str(data.folder)
+    assert config.data.fingerprint == data.fingerprint
+
+
+def test_resolving_twice_changes_nothing(data: TokenData) -> None:
+    once = resolve(tiny("train.threads=none", "train.micro_batch=none", "train.precision=auto"), data)
+    assert resolve(once, data) == once
+
+
+@given(sequences=st.integers(1, 600), most=st.integers(1, 600))
+def test_micro_batch_is_the_largest_divisor_that_is_modest(data: TokenData, sequences: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "MODEST_TOKENS", {"cpu": most * 32})
+        config = tiny(f"train.tokens_per_step={32 * sequences}", "train.micro_batch=none")
+        found = resolve(config, data).train.micro_batch
+    assert found is not None
+    assert sequences % found == 0
+    assert found <= most
+    assert not any(sequences % n == 0 for n in range(found + 1, min(sequences, most) + 1))
+
+
+def test_one_sequence_is_taken_even_where_it_is_not_modest(data: TokenData, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MODEST_TOKENS", {"cpu": 1})
+    assert resolve(tiny("train.micro_batch=none"), data).train.micro_batch == 1
+
+
+def test_automatic_precision_follows_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, expected in ((True, "bf16"), (False, "float32")):
+        monkeypatch.setattr(runtime, "cpu_multiplies_bf16", lambda found=found: found)
+        assert runtime.resolve_precision("auto", "cpu") == expected
+    assert runtime.resolve_precision("float32", "cpu") == "float32"
+    assert runtime.resolve_precision("bf16", "cpu") == "bf16"
