@@ -3,13 +3,13 @@
 `tests/data/trace.json` holds 20 steps of the `smoke` preset's model and data in float32, eager, on one thread, for two
 arms. A change that is meant to alter the numbers records it anew, and its diff is then read with the change:
 
-    QURVE_RECORD_TRACE=1 python -m pytest tests/train/test_trace.py
+    python tests/train/test_trace.py
 """
 
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from qurve import presets
 from qurve.config import apply_settings
 from qurve.data.loader import TokenData
 from qurve.train.config import RunConfig
+from qurve.train.data import open_data
 from qurve.train.loop import train
 
 FILE = Path(__file__).parent.parent / "data" / "trace.json"
@@ -40,13 +41,6 @@ def record(arm: str, data: TokenData, out: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.skipif("QURVE_RECORD_TRACE" not in os.environ, reason="only when the trace is to be recorded anew")
-def test_record_the_trace(data: TokenData, tmp_path: Path) -> None:
-    arms = {arm: record(arm, data, tmp_path / arm) for arm in ARMS}
-    tree = {"format": 1, "relative_tolerance": RELATIVE_TOLERANCE, "fingerprint": data.fingerprint, "arms": arms}
-    FILE.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-
-
 @pytest.mark.parametrize("arm", ARMS)
 def test_trace_is_as_committed(arm: str, data: TokenData, tmp_path: Path) -> None:
     trace = json.loads(FILE.read_text(encoding="utf-8"))
@@ -57,3 +51,15 @@ def test_trace_is_as_committed(arm: str, data: TokenData, tmp_path: Path) -> Non
     assert now["loss"] == pytest.approx(committed["loss"], rel=trace["relative_tolerance"])
     assert now["val_loss"] == pytest.approx(committed["val_loss"], rel=trace["relative_tolerance"])
     assert now["grad_norm"] == pytest.approx(committed["grad_norm"], rel=trace["relative_tolerance"])
+
+
+def record_anew() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        data = open_data(presets.get("smoke").data, Path(folder) / "data")
+        arms = {arm: record(arm, data, Path(folder) / arm) for arm in ARMS}
+        tree = {"format": 1, "relative_tolerance": RELATIVE_TOLERANCE, "fingerprint": data.fingerprint, "arms": arms}
+        FILE.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record_anew()

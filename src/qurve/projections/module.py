@@ -85,6 +85,7 @@ def is_bare(module: nn.Module) -> TypeGuard[Projection]:
     """Whether a module computes what its configuration says and nothing else: no wrapper, hook or parametrisation."""
     return (
         isinstance(module, Projection)
+        and module.config.registry.get(module.config.kind) is type(module.config)
         and type(module).forward is Projection.forward
         and "forward" not in module.__dict__
         and not (module._forward_hooks or module._forward_pre_hooks)
