@@ -82,7 +82,7 @@ def run(study: Study, folder: Path, data: TokenData, **more: Any) -> tuple[dict[
 
 
 def handed_out(jobs: list[Job], n_workers: int, ends: Iterator[int]) -> list[tuple[int, Job]]:
-    """Play the executor: `ends` says which of the busy workers is done next."""
+    """Play the executor: `ends` says, bit by bit, which of the busy workers are done next."""
     waiting, busy, last, order = list(jobs), {}, {}, []
     while waiting or busy:
         for worker in range(n_workers):
@@ -91,14 +91,17 @@ def handed_out(jobs: list[Job], n_workers: int, ends: Iterator[int]) -> list[tup
                 waiting.remove(job)
                 busy[worker], last[worker] = job, job.arm.name
                 order.append((worker, job))
-        busy.pop(sorted(busy)[next(ends) % len(busy)])
+        done = next(ends)
+        for bit, worker in enumerate(sorted(busy)):
+            if done >> bit & 1:
+                busy.pop(worker)
     return order
 
 
 @given(
     arms=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 4), min_size=1),
     n_workers=st.integers(1, 7),
-    ends=st.lists(st.integers(0, 100), min_size=30, max_size=30),
+    ends=st.lists(st.integers(0, 127).map(lambda bits: bits | 1), min_size=30, max_size=30),
 )
 def test_every_job_is_handed_out_once_and_a_worker_leaves_an_arm_only_when_none_is_left(
     arms: dict[str, int], n_workers: int, ends: list[int]
@@ -113,13 +116,21 @@ def test_every_job_is_handed_out_once_and_a_worker_leaves_an_arm_only_when_none_
         own[worker] = job.arm.name
 
 
+def test_a_workers_own_arm_comes_before_one_that_nobody_is_at() -> None:
+    waiting = jobs_of({"a": 1, "b": 1})
+    assert execute._next_job(waiting, "b", []).arm.name == "b"
+    assert execute._next_job(waiting, "b", ["b"]).arm.name == "b"
+    assert execute._next_job(waiting, "c", ["a"]).arm.name == "b"
+    assert execute._next_job(waiting, None, ["a", "b"]).arm.name == "a"
+
+
 def test_workers_spread_over_the_arms() -> None:
-    order = handed_out(jobs_of({"a": 3, "b": 3, "c": 3}), 3, iter([0] * 9))
+    order = handed_out(jobs_of({"a": 3, "b": 3, "c": 3}), 3, iter([1] * 9))
     assert [job.arm.name for _, job in order[:3]] == ["a", "b", "c"]
 
 
 def test_one_worker_takes_an_arms_seeds_in_succession() -> None:
-    order = handed_out(jobs_of({"a": 2, "b": 2}), 1, iter([0] * 4))
+    order = handed_out(jobs_of({"a": 2, "b": 2}), 1, iter([1] * 4))
     assert [job.name for _, job in order] == ["a, seed 0", "a, seed 1", "b, seed 0", "b, seed 1"]
 
 
