@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import shutil
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from qurve.config import apply_settings
 from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, did_you_mean
@@ -34,15 +35,25 @@ Exit codes: 0 done; 1 a run failed; 2 the input was refused and nothing was crea
 130 interrupted.
 """
 
+option = functools.partial(arg, help_behavior_hint="")
+"""An option whose help says what it is by default."""
+
 Settings = Annotated[
     UseAppendAction[tuple[str, ...]],
     arg(
         name="set", metavar="PATH=VALUE", help="Set any field of the configuration, e.g. model.dropout=0.1; repeatable."
     ),
 ]
-Json = Annotated[bool, arg(name="json", help="Print one JSON document to standard output, and nothing else there.")]
-Data = Annotated[Path | None, arg(help="Prepared folder (see `qurve prepare`). Default: the embedded corpus.")]
-Device = Annotated[str | None, arg(help="cpu, cuda or cuda:N. Default: the GPU when there is one.")]
+Json = Annotated[
+    FlagCreatePairsOff[bool],
+    option(name="json", help="Print one JSON document to standard output, and nothing else there."),
+]
+Data = Annotated[
+    Path | None, option(metavar="DIR", help="Prepared folder (see `qurve prepare`). Default: the embedded corpus.")
+]
+Device = Annotated[
+    str | None, option(metavar="DEVICE", help="cpu, cuda or cuda:N. Default: the GPU when there is one.")
+]
 
 app = tyro.extras.SubcommandApp()
 COMMANDS = ("compare", "train", "prepare", "report", "presets", "plan")
@@ -83,15 +94,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 @app.command(name="compare")
 def compare(
     study: Annotated[
-        Positional[str], arg(help="A built-in study (small, paper) or a Python file exposing STUDY.")
+        Positional[str], arg(metavar="STUDY", help="A built-in study (small, paper) or a Python file exposing STUDY.")
     ] = "small",
     data: Data = None,
-    out: Annotated[Path | None, arg(help="The study's folder. Default: runs/STUDY.")] = None,
-    seeds: Annotated[int | None, arg(metavar="N", help="Number of seeds, 1 to N, instead of the study's own.")] = None,
-    workers: Annotated[
-        int | None, arg(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
+    out: Annotated[Path | None, option(metavar="DIR", help="The study's folder. Default: runs/STUDY.")] = None,
+    seeds: Annotated[
+        int | None, option(metavar="N", help="Number of seeds, 1 to N, instead of the study's own.")
     ] = None,
-    steps: Annotated[int | None, arg(metavar="N", help="Steps of every run, instead of the study's own.")] = None,
+    workers: Annotated[
+        int | None, option(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
+    ] = None,
+    steps: Annotated[int | None, option(metavar="N", help="Steps of every run, instead of the study's own.")] = None,
     device: Device = None,
     settings: Settings = (),
     as_json: Json = False,
@@ -129,17 +142,19 @@ def compare(
 
 @app.command(name="train")
 def train(
-    preset: Annotated[Positional[str], arg(help="A name from `qurve presets`, e.g. smoke or paper/res-gelu-best.")],
-    out: Annotated[Path, arg(help="The new run's folder.")],
+    preset: Annotated[
+        Positional[str], arg(metavar="PRESET", help="A name from `qurve presets`, e.g. smoke or paper/res-gelu-best.")
+    ],
+    out: Annotated[Path, arg(metavar="DIR", help="The new run's folder.")],
     data: Data = None,
     seed: Annotated[
-        int | None, arg(metavar="N", help="Varies initial weights, dropout, and the order of the data.")
+        int | None, option(metavar="N", help="Varies initial weights, dropout, and the order of the data.")
     ] = None,
-    steps: Annotated[int | None, arg(metavar="N", help="Updates of the full schedule.")] = None,
+    steps: Annotated[int | None, option(metavar="N", help="Updates of the full schedule.")] = None,
     device: Device = None,
     precision: Annotated[
         Literal["auto", "float32", "bf16"] | None,
-        arg(help="Of the matrix products; auto: bf16 where the hardware has it."),
+        option(metavar="auto|float32|bf16", help="Of the matrix products; auto: bf16 where the hardware has it."),
     ] = None,
     settings: Settings = (),
     as_json: Json = False,
@@ -180,12 +195,15 @@ def prepare(
         Positional[tuple[str, ...]],
         arg(metavar="PATH…", help="Text files, folders, .jsonl(.gz|.zst), .parquet, or hf:NAME for a hub data set."),
     ],
-    out: Annotated[Path, arg(help="The new data folder.")],
-    tokenizer: Annotated[str, arg(help="gpt2, bytes, or bpe:N (trained on the data).")] = "gpt2",
+    out: Annotated[Path, arg(metavar="DIR", help="The new data folder.")],
+    tokenizer: Annotated[str, arg(metavar="SPEC", help="gpt2, bytes, or bpe:N (trained on the data).")] = "gpt2",
     split: Annotated[
-        float | None, arg(help="Share of the documents for validation and for test each. Default: nanoGPT's rule.")
+        float | None,
+        option(
+            metavar="FRACTION", help="Share of the documents for validation and for test each. Default: nanoGPT's rule."
+        ),
     ] = None,
-    workers: Annotated[int | None, arg(metavar="N", help="Processes. Default: one per core.")] = None,
+    workers: Annotated[int | None, option(metavar="N", help="Processes. Default: one per core.")] = None,
     as_json: Json = False,
 ) -> int:
     """Turn text into token shards and a manifest. A call that was cut short is continued by the same call."""
@@ -208,7 +226,8 @@ def prepare(
 
 @app.command(name="report")
 def report(
-    folder: Annotated[Positional[Path], arg(help="A study's folder, finished or not.")], as_json: Json = False
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, finished or not.")],
+    as_json: Json = False,
 ) -> int:
     """Write a study's report anew from its runs: report.html, table.csv, table.tex, figures."""
     _show_report(folder, _console(as_json), as_json)
@@ -250,8 +269,8 @@ def presets(as_json: Json = False) -> int:
 
 @app.command(name="plan")
 def plan(
-    preset: Annotated[Positional[str], arg(help="A name from `qurve presets`.")],
-    steps: Annotated[int | None, arg(metavar="N", help="Updates of the full schedule.")] = None,
+    preset: Annotated[Positional[str], arg(metavar="PRESET", help="A name from `qurve presets`.")],
+    steps: Annotated[int | None, option(metavar="N", help="Updates of the full schedule.")] = None,
     device: Device = None,
     settings: Settings = (),
     as_json: Json = False,

@@ -472,6 +472,7 @@ def write_nanogpt(folder: Path, *, train_tokens: int, val_tokens: int) -> TokenD
         ((*PAPER_ORDER, 'eval.splits=["test"]'), r"not test"),
         (("data.order=paper", "train.seed=-1"), r"seed -1"),
         ((*PAPER_ORDER, "eval.every=1", "train.steps=600"), r"evaluation 600 is not in the paper's order"),
+        (("train.lr=1e-4", "train.min_lr=1e-3"), r"train\.min_lr = 0\.001 is above the peak, train\.lr = 0\.0001"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_made(

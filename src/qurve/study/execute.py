@@ -206,8 +206,9 @@ def _make(job: Job, device: str, data: str) -> str:
         run = train(job.config, job.folder, TokenData.open(data))
     except Diverged as error:
         return f"diverged ({error})"
-    losses, last = run.eval_lines(), run.train_lines()[-1]
+    losses, last, environment = run.eval_lines(), run.train_lines()[-1], run.environment()
+    note = f"; eager: torch.compile failed ({environment['compile_error']})" if "compile_error" in environment else ""
     return (
         f"validation loss {losses[0]['loss']:.4f} -> {losses[-1]['loss']:.4f}, "
-        f"{last['tokens'] / last['seconds']:,.0f} tokens/s"
+        f"{last['tokens'] / last['seconds']:,.0f} tokens/s{note}"
     )

@@ -84,8 +84,6 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise BadInput(f"train.{name} = {getattr(self, name)}: it must be at least 0 and below 1")
-        if self.min_lr > self.lr:
-            raise BadInput(f"train.min_lr = {self.min_lr} is above the peak, train.lr = {self.lr}")
         if not (self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdecimal()):
             raise BadInput(f"train.device = {self.device!r} is not auto, cpu, cuda or cuda:N")
 

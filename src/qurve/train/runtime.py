@@ -32,6 +32,8 @@ def resolve(config: RunConfig, data: TokenData) -> RunConfig:
     device = resolve_device(train.device)
     kind = device.partition(":")[0]
     sequences = config.sequences
+    if train.min_lr > train.lr:
+        raise BadInput(f"train.min_lr = {train.min_lr} is above the peak, train.lr = {train.lr}; lower it, too")
     micro_batch = train.micro_batch or max(
         n
         for n in range(1, sequences + 1)
