@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import select
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -331,3 +334,28 @@ def test_estimate_says_how_far_the_running_ones_are(made: Path) -> None:
     assert text.startswith(f"wide, seed 2: step 2/2, loss {last['loss']:.3f}; about ")
     assert text.endswith(f"about {last['seconds'] / 2 * 10:.0f} s left")
     assert execute._estimate(waiting, [], 1) == "wide, seed 3: step 0/10"
+
+
+PARENT = """
+import multiprocessing, os, signal, sys
+from qurve.study.execute import _worker
+
+if __name__ == "__main__":
+    pool = _worker(multiprocessing.get_context("spawn"))
+    print(pool.submit(os.getpid).result(), flush=True)
+    pool.submit(signal.pause)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_parent_leaves_no_worker_behind(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            parent.kill()
+            assert select.select([worker], [], [], 30)[0], "the worker lives on"
+        finally:
+            os.close(worker)
