@@ -1,0 +1,58 @@
+"""The documentation: its numbers are those of the evidence, its links lead somewhere, its commands exist."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qurve import presets
+from qurve.study.definition import Study
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def test_the_readmes_numbers_are_the_evidences() -> None:
+    checked = subprocess.run([sys.executable, "tools/readme.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    files = re.findall(r"`((?:results|experiments|benchmarks|docs|tools|src|tests)/[\w./-]+)`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [file for file in files if not (ROOT / file).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_presets_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    commands = set(
+        re.findall(
+            r"\bqurve (compare|train|prepare|report|plan|presets|\w+) ?", " ".join(re.findall(r"`qurve [^`]+`", text))
+        )
+    )
+    assert commands <= {"compare", "train", "prepare", "report", "plan", "presets"}
+    assert {f"{a}/{b}" for a, b in re.findall(r"\b(paper|small)/([a-z]+-?[\w.-]*\w)", text)} <= set(presets.names())
+
+
+def test_every_piece_of_evidence_is_explained() -> None:
+    said = (ROOT / "REPRODUCE.md").read_text(encoding="utf-8")
+    assert [file.name for file in (ROOT / "results").glob("*.json") if f"results/{file.name}" not in said] == []
+
+
+def test_the_guides_own_study_works(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    code = re.search(r"((?:    .*\n|\n)*    STUDY = (?:.*\n)(?:    .*\n|\n)*)", text)
+    assert code is not None
+    file = tmp_path / "my_study.py"
+    file.write_text("\n".join(line[4:] for line in code[1].splitlines()))
+    assert isinstance(runpy.run_path(str(file))["STUDY"], Study)

@@ -1,0 +1,93 @@
+"""Write the README's measured passages anew from `results/`; `--check` only says whether they are as they should be.
+
+    python tools/readme.py [--check]
+
+A passage stands between `<!-- name -->` and `<!-- /name -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+def evidence(name: str) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return tree
+
+
+def small_compare() -> str:
+    study = evidence("small-compare")
+    runs, rows = study["runs"], study["rows"]
+    lines = [
+        "| arm | N.E. parameters | peak rate, floor | validation loss | difference to the baseline, 95 % interval "
+        "| ΔLL | ΔPPX | tokens/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        train = study["configs"][row["arm"]]["train"]
+        interval = "reference"
+        gains = ("", "")
+        if row["diff"] is not None:
+            interval = f"{row['diff']:+.4f} ({row['diff_low']:+.4f} to {row['diff_high']:+.4f})"
+            gains = f"{row['dll_percent']:+.2f} %", f"{row['dppx_percent']:+.2f} %"
+        lines.append(
+            f"| {row['arm']} | {row['non_embedding']:,} | {train['lr']:g}, {train['min_lr']:g} | {row['val_loss']:.4f} "
+            f"| {interval} | {gains[0]} | {gains[1]} | {row['tokens_per_s']:,.0f} |"
+        )
+    train = study["configs"][rows[0]["arm"]]["train"]
+    start = statistics.fmean(run["val"][0][1] for run in runs)
+    seeds = len({run["seed"] for run in runs})
+    words = (
+        f"{seeds} seeds, {train['steps']} steps of {train['tokens_per_step']:,} tokens of State of the Union addresses, "
+        f"in 2,048 BPE ids; nats per token; the loss starts at {start:.2f}. Each arm trains at the rate and floor that "
+        f"the same search found best for it. Verdict: *{study['verdict']}*"
+    )
+    return "\n".join([*lines, "", words])
+
+
+def train_cpu() -> str:
+    found = evidence("train-cpu")
+    ratios = {name: found["rounds"][name] for name in ("ratio_to_nanogpt", "ratio_nonlinear_to_linear")}
+    peer, layer = (f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in ratios.values())
+    shape = found["shape"]
+    return (
+        f"Training on {shape['threads']} cores with avx512_bf16 (L{shape['layers']} D{shape['width']} "
+        f"H{shape['heads']} T{shape['context']} B{shape['batch']} V{shape['vocab']}, compiled): our baseline runs at "
+        f"**{peer} times nanoGPT's** tokens/s, the nonlinear query at **{layer} times our linear one's** (medians of "
+        f"{shape['rounds']} alternated rounds, with their range)."
+    )
+
+
+PASSAGES = {"small-compare": small_compare, "train-cpu": train_cpu}
+
+
+def rewritten(text: str) -> str:
+    for name, passage in PASSAGES.items():
+        pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
+        if not pattern.search(text):
+            sys.exit(f"{README.name} has no passage {name!r}")
+        before, after = pattern.split(text)[0], pattern.split(text)[-1]
+        text = f"{before}<!-- {name} -->\n{passage()}\n<!-- /{name} -->{after}"
+    return text
+
+
+def main() -> None:
+    text = README.read_text(encoding="utf-8")
+    new = rewritten(text)
+    if "--check" in sys.argv:
+        if new != text:
+            sys.exit(f"{README.name} does not say what results/ says; run: python tools/readme.py")
+    else:
+        README.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
