@@ -92,12 +92,12 @@ def test_a_folder_that_holds_prepared_data_alone_is_taken(tmp_path: Path) -> Non
 def test_only_a_run_that_says_running_is_marked_dead(run: RunFolder, tmp_path: Path) -> None:
     run.append(line(1))
     run.append(line(2))
-    run.mark_dead()
+    run.mark_dead("failed", "its process died")
     assert run.status() == {"format": 1, "status": "failed", "step": 2, "why": "its process died"}
     run.set_status("diverged", step=1, why="so it is")
-    run.mark_dead()
+    run.mark_dead("failed", "its process died")
     assert run.status()["status"] == "diverged"
-    RunFolder(tmp_path / "none").mark_dead()
+    RunFolder(tmp_path / "none").mark_dead("failed", "its process died")
     assert not (tmp_path / "none").exists()
 
 

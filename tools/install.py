@@ -10,6 +10,7 @@ it must get as far as saying so.
 """
 # ruff: noqa: UP031, UP015, UP036
 
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -23,6 +24,8 @@ def main(lock):
     found = "Python %s (%s)" % (sys.version.split()[0], sys.executable)
     if sys.version_info < (3, 11):
         sys.exit("qurve needs Python 3.11 or newer and found %s.\nName another one: make PYTHON=python3.12" % found)
+    lock_file = open(__file__)  # noqa: SIM115, held until this process ends
+    fcntl.flock(lock_file, fcntl.LOCK_EX)  # two `make`s at once: the second waits, then finds everything there
     make_venv(found)
     # The development lock holds every pin of the runtime's, so it counts as both.
     locks = [RUNTIME, DEVELOPMENT] if lock == DEVELOPMENT else [RUNTIME]

@@ -46,7 +46,7 @@ def small_compare() -> str:
     start = statistics.fmean(run["val"][0][1] for run in runs)
     seeds = len({run["seed"] for run in runs})
     words = (
-        f"{seeds} seeds, {train['steps']} steps of {train['tokens_per_step']:,} tokens of State of the Union addresses, "
+        f"{seeds} seeds, {train['steps']} steps of {train['tokens_per_step']:,} tokens of presidential addresses, "
         f"in 2,048 BPE ids; nats per token; the loss starts at {start:.2f}. Each arm trains at the rate and floor that "
         f"the same search found best for it. Verdict: *{study['verdict']}*"
     )

@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,9 +41,7 @@ option = functools.partial(arg, help_behavior_hint="")
 
 Settings = Annotated[
     UseAppendAction[tuple[str, ...]],
-    arg(
-        name="set", metavar="PATH=VALUE", help="Set any field of the configuration, e.g. model.dropout=0.1; repeatable."
-    ),
+    arg(name="set", metavar="PATH=VALUE", help="Set any field of the configuration, e.g. model.dropout=0.1."),
 ]
 Json = Annotated[
     FlagCreatePairsOff[bool],
@@ -55,6 +54,9 @@ Device = Annotated[
     str | None, option(metavar="DEVICE", help="cpu, cuda or cuda:N. Default: the GPU when there is one.")
 ]
 
+FEW_DOCUMENTS = 10
+"""Validation documents below which `prepare` points to another rule."""
+
 app = tyro.extras.SubcommandApp()
 COMMANDS = ("compare", "train", "prepare", "report", "presets", "plan")
 
@@ -65,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows `?` for what it cannot
             stream.reconfigure(errors="replace")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt like Ctrl-C
     errors = Console(stderr=True)
     if arguments in (["--version"], ["-V"]):
         import qurve
@@ -193,7 +196,11 @@ def train(
 def prepare(
     paths: Annotated[
         Positional[tuple[str, ...]],
-        arg(metavar="PATH…", help="Text files, folders, .jsonl(.gz|.zst), .parquet, or hf:NAME for a hub data set."),
+        arg(
+            metavar="PATH…",
+            help_behavior_hint="",
+            help="Text files, folders, .jsonl(.gz|.zst), .parquet, or hf:NAME for a hub data set.",
+        ),
     ],
     out: Annotated[Path, arg(metavar="DIR", help="The new data folder.")],
     tokenizer: Annotated[str, arg(metavar="SPEC", help="gpt2, bytes, or bpe:N (trained on the data).")] = "gpt2",
@@ -219,6 +226,9 @@ def prepare(
     for name, size in manifest["splits"].items():
         table.add_row(name, *(f"{size[key]:,}" for key in ("documents", "tokens", "bytes")))
     Console().print(table)
+    documents = manifest["splits"]["val"]["documents"]
+    if manifest["split_rule"]["rule"] == "nanogpt" and documents < FEW_DOCUMENTS:
+        print(f"note: nanoGPT's rule leaves {documents} for validation, test among them; --split 0.05 takes more")
     dropped = sum(entry["count"] for entry in manifest["dropped"])
     print(f"{out}: tokenizer {manifest['tokenizer']['spec']}, {manifest['n_ids']:,} ids, {dropped} documents dropped")
     return 0
@@ -284,13 +294,23 @@ def plan(
         return 0
     table = Table(show_header=False, box=None)
     for key, value in figures.items():
-        text = f"{value:,.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-        table.add_row(key.replace("_", " "), text)
+        table.add_row(key.replace("_", " "), _readable(key, value))
     Console().print(table)
     return 0
 
 
 # -------------------------------------------------------------------------------------------------------------- shared
+
+
+def _readable(key: str, value: Any) -> str:
+    """A figure of a plan, for people."""
+    if key == "estimated_hours":
+        return f"{value:,.1f}" + (f" ({value / 24:,.0f} days)" if value > 48 else "")
+    if key == "disk_bytes":
+        return f"{value / 1e9:,.2f} GB"
+    if isinstance(value, float) or (isinstance(value, int) and value > 10**12):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _preset(name: str, settings: Sequence[str], **train: Any) -> RunConfig:
@@ -338,7 +358,7 @@ def _console(as_json: bool) -> Console:
 
 
 def _plain(console: Console) -> Any:
-    return lambda text: console.print(text, markup=False, highlight=False)
+    return lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_report(folder: Path, console: Console, as_json: bool) -> None:

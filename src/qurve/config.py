@@ -126,6 +126,19 @@ def differences(a: Any, b: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
     }
 
 
+def check_values(config: Any) -> None:
+    """Raise `BadInput` (a `ValueError`) for a field whose value is not of its type or not one of its values.
+
+    Called when a configuration is made, so that Python gets the same answer as JSON and the command line.
+    """
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
+            _parse(hint, value, name)
+        elif not isinstance(value, hint):
+            raise BadInput(f"{name} = {value!r} is no {hint.__name__}")
+
+
 def _hashed(config: Any) -> Any:
     if dataclasses.is_dataclass(config):
         kept = [f for f in dataclasses.fields(config) if f.metadata.get("hash", True)]

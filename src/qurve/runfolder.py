@@ -77,10 +77,10 @@ class RunFolder:
             self.status_file, json.dumps({"format": FORMAT, "status": status, "step": step, "why": why}) + "\n"
         )
 
-    def mark_dead(self) -> None:
-        """A run whose process is gone without a word: its status would say `running` for ever."""
+    def mark_dead(self, status: Status, why: str) -> None:
+        """For a run whose process is gone without a word: its status would say `running` for ever."""
         if self.status_file.exists() and self.status()["status"] == "running":
-            self.set_status("failed", step=self.last_step(), why="its process died")
+            self.set_status(status, step=self.last_step(), why=why)
 
     def append(self, line: dict[str, Any]) -> None:
         """Append one metrics line, whole: one write, then flushed. Numbers are written in full."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -162,3 +163,30 @@ def test_compiles_without_a_graph_break() -> None:
 def test_names_itself() -> None:
     assert "12 -> 12" in repr(NonlinearQuery(D))
     assert "anchor='identity'" in repr(NonlinearQuery(D))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"activation": "gleu"}, "activation = 'gleu' is not one of its values; did you mean 'gelu'"),
+        ({"pre_norm": "rms"}, "pre_norm = 'rms'"),
+        ({"post_norm": None}, "post_norm = None"),
+        ({"anchor": "foo"}, "anchor = 'foo'"),
+        ({"scale": "half"}, "scale = 'half' is not a finite number"),
+        ({"width": 2.5}, "width = 2.5"),
+    ],
+)
+def test_a_misspelt_option_is_refused_and_never_another_function(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        NonlinearQuery(8, **options)
+
+
+@pytest.mark.parametrize("d_model", ["64", 64.0, 0, None])
+def test_a_width_that_is_no_number_is_refused(d_model: Any) -> None:
+    with pytest.raises(ValueError, match="input width"):
+        NonlinearQuery(d_model)
+
+
+def test_an_input_of_another_width_is_refused_by_its_width() -> None:
+    with pytest.raises(ValueError, match="takes 8 channels, and the input has 6"):
+        NonlinearQuery(8)(torch.ones(2, 3, 6))

@@ -179,4 +179,4 @@ def _search(arms: tuple[dict[str, Any], ...]) -> dict[str, Any]:
                 if lr == best and math.isclose(lr * floor, a["config"]["train"]["min_lr"]):
                     chosen[a["name"]] = {**point, "val_loss": loss}
         chosen.setdefault(a["name"], {"train.lr": best, "train.min_lr": best * 0.1, "val_loss": 5.2})
-    return {"evidence": "results/search.json", "seeds": [0], "steps": 200, "chosen": chosen, "scores": scores}
+    return {"evidence": "results/search.json", "seeds": [0], "steps": 400, "chosen": chosen, "scores": scores}

@@ -159,7 +159,7 @@ def test_cores_are_divided_among_the_workers(
     assert executed.devices == ["cpu"] * n_devices
     assert {job.config.train.threads for job in executed.jobs} == {threads}
     assert n_devices * threads <= max(cores, n_devices)
-    assert any(f"6 runs on {n_devices} worker" in text and f"{threads} threads each" in text for text in said)
+    assert any(f"6 runs on {n_devices} worker" in text and f"{threads} thread" in text for text in said)
 
 
 def test_threads_that_the_study_gives_stay(executed: Executed, data: TokenData, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_an_interruption_ends_the_study_and_leaves_no_run_running(
     with pytest.raises(KeyboardInterrupt):
         run(make_study(), folder, data, workers=2)
     statuses = [json.loads(file.read_text())["status"] for file in folder.rglob("status.json")]
-    assert statuses == ["failed", "failed"]
+    assert statuses == ["stopped", "stopped"]
 
 
 def test_estimate_says_how_far_the_running_ones_are(made: Path) -> None:

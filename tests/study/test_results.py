@@ -215,3 +215,12 @@ def test_different_training_lengths_are_flagged(tmp_path):
     write_study(tmp_path)
     RunFolder(tmp_path / "runs/res-gelu/seed-3").append({"step": 420, "split": "val", "loss": 3.0, "tokens": 1})
     assert "The finished runs were last evaluated at different steps: 400, 420." in doubts(load(tmp_path))
+
+
+def test_another_length_than_the_searchs_is_flagged(tmp_path):
+    write_study(tmp_path)
+    file = tmp_path / "study.json"
+    tree = json.loads(file.read_text())
+    tree["search"]["steps"] = 100
+    file.write_text(json.dumps(tree))
+    assert "Baseline: trained for 400 steps, though its rate was searched at 100." in doubts(load(tmp_path))

@@ -142,7 +142,9 @@ def split_documents(n: int, fraction: float | None) -> dict[str, Int64s]:
     n_val = math.ceil((NANOGPT_FRACTION if fraction is None else fraction) * n)
     n_held = n_val if fraction is None else 2 * n_val
     if n_held >= n or not n_val:
-        needs = "nanoGPT's rule takes at least 2" if fraction is None else f"a fraction of {fraction} at least 3"
+        needs = (
+            "nanoGPT's rule takes at least 2" if fraction is None else f"a fraction of {fraction} takes more of them"
+        )
         raise BadInput(
             f"{n} document{'s' * (n != 1)} cannot be split: {needs}, since the splits are made by document; "
             "give the text as more files, or as .jsonl with one document a line"

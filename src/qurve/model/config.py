@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
+from qurve.config import check_values
 from qurve.errors import BadInput
 from qurve.projections import Dims, Linear, ProjectionConfig
 
@@ -34,6 +35,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
+        check_values(self)
         for f in fields(self):
             value = getattr(self, f.name)
             if f.type == "int" and value < 1:

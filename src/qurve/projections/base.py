@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from qurve.config import Choice
+from qurve.config import Choice, check_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,9 @@ class ProjectionConfig(Choice):
     """Base class of all projections; register a kind with `@ProjectionConfig.register("name")`."""
 
     registry: ClassVar[dict[str, type[ProjectionConfig]]]
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
     def check(self, dims: Dims) -> None:
         """Raise `ValueError`, naming the way out, when this projection cannot have these widths."""

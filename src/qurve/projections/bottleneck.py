@@ -45,6 +45,7 @@ class Bottleneck(ProjectionConfig):
     scale: float = 0.5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.width is not None and self.width < 1:
             raise ValueError(f"width = {self.width}: the bottleneck needs at least one unit")
         if self.eps <= 0:

@@ -32,8 +32,10 @@ class Projection(nn.Module):
     ) -> None:
         super().__init__()
         for what, width in (("input", dims.d_in), ("output", dims.d_out)):
-            if width < 1:
-                raise ValueError(f"the {what} width of a projection is {width}; it must be at least 1")
+            if not isinstance(width, int) or width < 1:
+                raise ValueError(
+                    f"the {what} width of a projection is {width!r}; it must be a whole number, at least 1"
+                )
         config.check(dims)
         self.config, self.dims = config, dims
         for name, spec in config.parameters(dims).items():
@@ -55,7 +57,9 @@ class Projection(nn.Module):
         return getattr(self, name, None)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """`[B, T, D]` -> `[B, T, O]` (any leading shape)."""
+        """`[B, T, D]` -> `[B, T, O]` (any leading shape). Raises `ValueError` for another width."""
+        if x_BTD.shape[-1] != self.dims.d_in:
+            raise ValueError(f"this projection takes {self.dims.d_in} channels, and the input has {x_BTD.shape[-1]}")
         return self.config.forward(self, x_BTD)
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import multiprocessing.context
 import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -76,7 +77,9 @@ def run_study(
         return {}
     if any(job.config.train.compile for job in jobs) and not any(job.config.train.compile for job in planned):
         say(no_compiler())
-    say(f"{len(open_jobs)} runs on {len(devices)} worker{'s' * (len(devices) > 1)}, {threads} threads each")
+    on = f"{len(devices)} worker{'s' * (len(devices) > 1)}, {threads} thread{'s' * (threads > 1)} each"
+    how = "compiled" if any(job.config.train.compile for job in planned) else "eager: nothing is compiled"
+    say(f"{len(open_jobs)} runs on {on}, {how}")
     return _execute(open_jobs, devices, str(data.folder), say)
 
 
@@ -146,7 +149,7 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
                     failed[job.name] = str(error) or type(error).__name__
                     if isinstance(error, BrokenProcessPool):
                         pools[worker] = _worker(context)
-                        RunFolder(job.folder).mark_dead()
+                        RunFolder(job.folder).mark_dead("failed", "its process died")
                 say(f"[{done}/{len(jobs)}] {job.name}: {outcome}")
     finally:
         for pool in pools:
@@ -154,16 +157,18 @@ def _execute(jobs: list[Job], devices: list[str], data: str, say: Say) -> dict[s
                 process.terminate()
             pool.shutdown(cancel_futures=True)
         for _, job in running.values():  # only when this was cut short
-            RunFolder(job.folder).mark_dead()
+            RunFolder(job.folder).mark_dead("stopped", "interrupted")
     return failed
 
 
 def _worker(context: multiprocessing.context.SpawnContext) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=context, initializer=_leave_with_parent)
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_obey_parent)
 
 
-def _leave_with_parent() -> None:
-    """In a worker: end when the parent is gone, however it went."""
+def _obey_parent() -> None:
+    """In a worker: stop when the parent says so (Ctrl-C is the parent's affair), and end when it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def wait_for_its_end() -> None:
         if (parent := multiprocessing.parent_process()) is not None:

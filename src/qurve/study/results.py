@@ -428,6 +428,11 @@ def search_doubts(results: StudyResults) -> list[str]:
                 f"{arm.label}: the chosen peak rate {chosen.lr:g} is at the edge of its grid "
                 f"({rates[0]:g} to {rates[-1]:g}); a better one may lie outside."
             )
+        if search.steps is not None and arm.setting("train.steps") not in (None, search.steps):
+            found.append(
+                f"{arm.label}: trained for {arm.setting('train.steps'):,} steps, though its rate was searched at "
+                f"{search.steps:,}."
+            )
         for path, value in (("train.lr", chosen.lr), ("train.min_lr", chosen.min_lr)):
             used = arm.setting(path)
             if used is not None and not math.isclose(used, value, rel_tol=1e-9):

@@ -99,7 +99,7 @@ def _verdict(results: StudyResults, arm: Arm, differences: Sequence[float]) -> t
     if broken:  # what is left over are the seeds that survived: their mean flatters an arm that breaks
         return "none", f"no verdict: {', '.join(broken)}"
     if pending:  # looking early and stopping when it pleases would make the interval a lie
-        return "none", f"no verdict yet: {', '.join(pending)}"
+        return "none", f"no verdict yet: {', '.join([*pending, *left_out])}"
     outcome, words = _words(differences)
     return outcome, words + (f"; left out: {', '.join(left_out)}" if left_out else "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from qurve.config import NOT_HASHED
+from qurve.config import NOT_HASHED, check_values
 from qurve.errors import BadInput
 from qurve.model.config import ModelConfig
 
@@ -28,6 +28,9 @@ class DataConfig:
     """`epochs`: a fresh permutation of the windows each epoch. `paper`: the authors' seeded tables."""
     order_seed: int | None = None
     """Seed of the order; None takes `train.seed`."""
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,13 @@ class TrainConfig:
     """Steps between printed lines where there is no terminal. `metrics.jsonl` holds every step."""
 
     def __post_init__(self) -> None:
+        check_values(self)
         for name in ("steps", "tokens_per_step", "log_every"):
             _at_least(1, name, getattr(self, name))
         for name in ("stop_at", "micro_batch", "horizon", "decay_steps", "threads", "checkpoint_every"):
             if getattr(self, name) is not None:
                 _at_least(1, name, getattr(self, name))
-        for name in ("warmup_steps", "lr", "min_lr", "weight_decay", "grad_clip"):
+        for name in ("seed", "warmup_steps", "lr", "min_lr", "weight_decay", "grad_clip"):
             _at_least(0, name, getattr(self, name))
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
@@ -109,6 +113,7 @@ class EvalConfig:
     splits: tuple[str, ...] = ("val",)
 
     def __post_init__(self) -> None:
+        check_values(self)
         for name in ("every", "windows"):
             _at_least(1, name, getattr(self, name), "eval")
 
@@ -121,6 +126,9 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
     @property
     def sequences(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qurve.data.corpus import embedded_corpus
-from qurve.data.loader import TokenData
+from qurve.data.loader import MANIFEST, TokenData
 from qurve.data.prepare import prepare
 from qurve.errors import BadInput
 from qurve.train.config import DataConfig
@@ -24,5 +24,6 @@ def open_data(config: DataConfig, beside: Path) -> TokenData:
             "(qurve prepare hf:Skylion007/openwebtext --tokenizer gpt2 --out data/openwebtext, about 55 GB, needs a "
             "network), then pass --data data/openwebtext. nanoGPT's train.bin and val.bin are read as they are"
         )
-    prepare([embedded_corpus()], beside, tokenizer=config.tokenizer, split=EMBEDDED_SPLIT)
+    is_new = not (beside / MANIFEST).exists()
+    prepare([embedded_corpus()], beside, tokenizer=config.tokenizer, split=EMBEDDED_SPLIT, progress=is_new)
     return TokenData.open(beside)

@@ -47,7 +47,7 @@ class LogLines(Progress):
         self.note(f"step {line['step']}  {line['split']} loss {line['loss']:.4f}")
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class TerminalBar(LogLines):
