@@ -54,6 +54,7 @@ Device = Annotated[
     str | None, option(metavar="DEVICE", help="cpu, cuda or cuda:N. Default: the GPU when there is one.")
 ]
 
+MOST_SEEDS = 1000
 FEW_DOCUMENTS = 10
 """Validation documents below which `prepare` points to another rule."""
 
@@ -82,12 +83,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         errors.print("[bold red]qurve: error:[/] ", end="", highlight=False)
         errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        errors.print("qurve: interrupted", highlight=False)
-        sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of a pipe is gone: nothing more to say
         sys.stderr.close()
         sys.exit(EXIT_FAILED)
+    except OSError as error:  # a full disk, a name too long, no permission: the system's words say it
+        errors.print(f"qurve: error: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        errors.print("qurve: interrupted", highlight=False)
+        sys.exit(EXIT_INTERRUPTED)
     sys.exit(code)
 
 
@@ -123,6 +127,8 @@ def compare(
     chosen = load_study(study)
     if seeds is not None:
         _at_least_one("--seeds", seeds)
+        if seeds > MOST_SEEDS:
+            raise BadInput(f"--seeds {seeds}: at most {MOST_SEEDS}")
         chosen = dataclasses.replace(chosen, seeds=tuple(range(1, seeds + 1)))
     if workers is not None:
         _at_least_one("--workers", workers)
@@ -344,7 +350,7 @@ def _nothing_created_when_refused(folder: Path) -> Iterator[None]:
     try:
         yield
     except BadInput:
-        if made:
+        if made and not RunFolder(folder).config_file.exists() and not (folder / "runs").exists():
             shutil.rmtree(folder, ignore_errors=True)
             for parent in made[1:]:
                 with contextlib.suppress(OSError):

@@ -105,9 +105,9 @@ class RunFolder:
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The metrics, line by line; a torn last line of a killed run is left out."""
-        if not self.metrics_file.exists():
+        if not self.metrics_file.is_file():
             raise BadInput(f"{self.path} is not a run folder: it has no metrics.jsonl")
-        with open(self.metrics_file, encoding="utf-8") as file:
+        with open(self.metrics_file, encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith("\n"):
                     return
@@ -127,7 +127,7 @@ class RunFolder:
 
     def latest_checkpoint(self) -> Path:
         """The newest complete checkpoint's folder (an incomplete one has no such name: it is renamed when whole)."""
-        steps = sorted(self.checkpoints.glob("step-*")) if self.checkpoints.is_dir() else []
+        steps = sorted(self.checkpoints.glob("step-" + "[0-9]" * 8)) if self.checkpoints.is_dir() else []
         if not steps:
             raise BadInput(f"{self.path} holds no checkpoint (looked for {self.checkpoints}/step-*)")
         return steps[-1]
@@ -137,7 +137,7 @@ class RunFolder:
             tree = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise BadInput(f"{self.path} is not a run folder: it has no {path.name}") from None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError, IsADirectoryError) as error:
             raise BadInput(f"{path}: not JSON ({error})") from None
         if not isinstance(tree, dict):
             raise BadInput(f"{path}: must hold a JSON object")

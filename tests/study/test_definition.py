@@ -163,3 +163,33 @@ def test_what_is_no_study_is_refused_with_the_nearest_name(tmp_path: Path) -> No
 def test_studies_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_study("small").name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "eval.windows=2",
+        "eval.every=1",
+        "data.tokenizer=bpe:300",
+        "train.threads=2",
+        "train.steps=3",
+        "model.context=16",
+    ],
+)
+def test_arms_that_are_not_compared_alike_are_refused(setting: str) -> None:
+    arms = (Arm("baseline", "Baseline", tiny()), Arm("other", "Other", tiny("train.tokens_per_step=128", setting)))
+    with pytest.raises(BadInput, match=r"every arm needs the same .*, and other has"):
+        Study("unequal", "Unequal", arms)
+
+
+def test_arms_are_compared_on_val() -> None:
+    with pytest.raises(BadInput, match="compared on val"):
+        Study("blind", "Blind", (Arm("baseline", "Baseline", tiny('eval.splits=["train"]')),))
+
+
+@pytest.mark.parametrize("text", ["1/0", "STUDY = (", "import nothing_of_this_name"])
+def test_a_broken_study_file_is_named_with_its_error(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    with pytest.raises(BadInput, match=rf"{file} cannot be run: \w+Error"):
+        load_study(str(file))

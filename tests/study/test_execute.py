@@ -24,6 +24,7 @@ from qurve.runfolder import RunFolder
 from qurve.study import execute
 from qurve.study.definition import Arm, Study
 from qurve.study.execute import Job, run_path, run_study
+from qurve.study.results import doubts, load
 from qurve.train import runtime
 from tiny import InProcess, tiny
 
@@ -359,3 +360,35 @@ def test_a_killed_parent_leaves_no_worker_behind(tmp_path: Path) -> None:
             assert select.select([worker], [], [], 30)[0], "the worker lives on"
         finally:
             os.close(worker)
+
+
+def test_two_processes_never_work_on_one_study(executed: Executed, data: TokenData, tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    with execute._claimed(folder), pytest.raises(BadInput, match=f"another process is working on {folder}"):
+        run(make_study(), folder, data)
+    assert not list(folder.iterdir())
+    run(make_study(), folder, data)
+    assert executed.jobs
+
+
+def test_another_studys_folder_is_refused_and_left_as_it_is(
+    executed: Executed, data: TokenData, tmp_path: Path
+) -> None:
+    folder = tmp_path / "study"
+    run(make_study(), folder, data)
+    before = (folder / "study.json").read_bytes()
+    renamed = dataclasses.replace(make_study(), name="another")
+    fewer = dataclasses.replace(make_study(), arms=make_study().arms[:2])
+    for study in (renamed, fewer):
+        with pytest.raises(BadInput, match="holds the study 'tiny' with the arms baseline, wide, res-gelu"):
+            run(study, folder, data)
+    assert (folder / "study.json").read_bytes() == before
+
+
+def test_looks_with_other_seeds_are_remembered_and_said(executed: Executed, data: TokenData, tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    for seeds in ((1, 2), (1, 2), (1, 2, 3), (1, 2, 3)):
+        run(make_study(seeds=seeds), folder, data)
+    results = load(folder)
+    assert results.earlier_seeds == ((1, 2),)
+    assert any("run before with other seeds (1, 2)" in doubt for doubt in doubts(results))

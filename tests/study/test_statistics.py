@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
@@ -219,3 +220,27 @@ def test_overall_verdict_says_what_it_does_not_cover(tmp_path):
     assert "not corrected" not in words
     assert "not tuned by a recorded search" in words
     assert "nothing to compare" in overall_verdict(load(write_study(tmp_path / "one", (fake_study.BASELINE,))))
+
+
+def test_no_verdict_on_other_evaluation_windows(tmp_path):
+    results, _ = study(tmp_path, [3.0, 3.1, 3.2])
+    results.others[0].config["eval"] = {"every": 1, "windows": 2}
+    pair = compare(results, results.others[0])
+    assert pair.outcome == "none"
+    assert "evaluated on other windows" in pair.verdict
+
+
+def test_no_verdict_on_runs_that_ended_at_different_steps(tmp_path):
+    results, _ = study(tmp_path, [3.0, 3.1, 3.2])
+    run = results.others[0].runs[results.seeds[0]]
+    results.others[0].runs[results.seeds[0]] = dataclasses.replace(run, val=(*run.val, (10_000, 3.0)))
+    pair = compare(results, results.others[0])
+    assert pair.outcome == "none"
+    assert "ended at different steps" in pair.verdict
+
+
+def test_a_huge_loss_has_gains_too():
+    dll, dppx = relative_gains(5000.0, 3.0)
+    assert dll < -100_000
+    assert math.isfinite(dppx)
+    assert dppx < -1e300

@@ -128,7 +128,7 @@ class TokenData:
             return cls(folder, str(manifest["fingerprint"]), str(tokenizer), int(manifest["n_ids"]), splits)
         except BadInput:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise BadInput(
                 f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error}); prepare the data again"
             ) from None

@@ -107,7 +107,9 @@ class Sources:
         path = Path(given)
         if path.is_dir():
             for file in _files_under(path, leave_out):
-                if file.name.lower().endswith(READ_SUFFIXES):
+                if not file.is_file():
+                    self._skipped.append((str(file), "not a regular file, or a broken link"))
+                elif file.name.lower().endswith(READ_SUFFIXES):
                     yield _file_source(file)
                 else:
                     self._skipped.append((str(file), "not a kind of file that is read from folders"))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qurve.config import from_dict
+from qurve.config import FORMAT, from_dict
 from qurve.errors import BadInput
 from qurve.model.attention import Attention
 from qurve.model.cache import KVCache
@@ -74,6 +74,8 @@ class GPT(nn.Module):
 
         run = RunFolder(folder)
         tree, _ = run.config_json()
+        if tree.get("format") != FORMAT:
+            raise BadInput(f"{run.config_file} is of format {tree.get('format')!r}; this version reads format {FORMAT}")
         model = cls(from_dict(ModelConfig, tree.get("model"), "model"))
         file = run.latest_checkpoint() / "model.safetensors"
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from qurve import accounting, presets
 from qurve.config import apply_settings, to_dict
-from qurve.errors import BadInput, did_you_mean
+from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.train.config import RunConfig
 
 FORMAT = 1
@@ -31,6 +31,17 @@ class Arm:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*", self.name):
             raise BadInput(f"an arm's name becomes a folder: letters, digits and . _ = @ + - only, not {self.name!r}")
+
+
+SHARED = ("data", "eval", "train.device", "train.threads", "train.steps", "train.stop_at", "model.context")
+"""What every arm of a study must have alike: else a difference is not one of the arms."""
+
+
+def _at(config: RunConfig, path: str) -> Any:
+    node: Any = config
+    for name in path.split("."):
+        node = getattr(node, name)
+    return node
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,17 @@ class Study:
             raise BadInput(
                 f"study {self.name}: its baseline {self.baseline!r} is no arm{did_you_mean(self.baseline, names)}"
             )
+        first = self.arms[0].config
+        for arm in self.arms:
+            for path in SHARED:
+                mine, others = _at(arm.config, path), _at(first, path)
+                if mine != others:
+                    raise BadInput(
+                        f"study {self.name}: every arm needs the same {path}, and {arm.name} has {mine!r} "
+                        f"where {self.arms[0].name} has {others!r}; --set {path}=… changes all of them"
+                    )
+        if "val" not in first.eval.splits:
+            raise BadInput(f"study {self.name}: arms are compared on val, which is not in eval.splits")
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise BadInput(f"study {self.name}: seeds must be different and at least one, not {list(self.seeds)}")
 
@@ -68,7 +90,7 @@ class Study:
     def run_config(self, arm: Arm, seed: int) -> RunConfig:
         return dataclasses.replace(arm.config, train=dataclasses.replace(arm.config.train, seed=seed))
 
-    def to_json(self, command: str) -> str:
+    def to_json(self, command: str, earlier_seeds: Sequence[Sequence[int]] = ()) -> str:
         """`study.json`: what the report needs to know beyond the runs."""
         arms = []
         for arm in self.arms:
@@ -90,6 +112,7 @@ class Study:
             "title": self.title,
             "baseline": self.baseline,
             "seeds": list(self.seeds),
+            "earlier_seeds": [list(seeds) for seeds in earlier_seeds],
             "command": command,
             "arms": arms,
             "search": self.search,
@@ -107,7 +130,12 @@ def load_study(name: str) -> Study:
         )
     if not Path(name).is_file():
         raise BadInput(f"there is no file {name}")
-    study = runpy.run_path(name).get("STUDY")
+    try:
+        study = runpy.run_path(name).get("STUDY")
+    except QurveError:
+        raise
+    except Exception as error:  # anything can go wrong in a file that somebody wrote
+        raise BadInput(f"{name} cannot be run: {type(error).__name__}: {error}") from error
     if not isinstance(study, Study):
         raise BadInput(f"{name} does not expose a qurve Study as STUDY")
     return study

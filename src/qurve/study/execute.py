@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import json
 import multiprocessing
 import multiprocessing.context
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -64,23 +67,54 @@ def run_study(
         config = resolve(dataclasses.replace(job.config, train=train), data)
         check_windows(config, data)
         planned.append(dataclasses.replace(job, config=config))
-    kept = {job.folder for job in planned if _is_made(job)}
-    open_jobs = [job for job in planned if job.folder not in kept]
+    with _claimed(folder):
+        kept = {job.folder for job in planned if _is_made(job)}
+        open_jobs = [job for job in planned if job.folder not in kept]
 
+        write_atomic(folder / "study.json", study.to_json(command, earlier_seeds(study, folder)))
+        for job in open_jobs:
+            _move_aside(job.folder, say)
+        if kept:
+            say(f"{len(kept)} of {len(planned)} runs are made already and kept (remove {folder} to start afresh)")
+        if not open_jobs:
+            return {}
+        if any(job.config.train.compile for job in jobs) and not any(job.config.train.compile for job in planned):
+            say(no_compiler())
+        on = f"{len(devices)} worker{'s' * (len(devices) > 1)}, {threads} thread{'s' * (threads > 1)} each"
+        how = "compiled" if any(job.config.train.compile for job in planned) else "eager: nothing is compiled"
+        say(f"{len(open_jobs)} runs on {on}, {how}")
+        return _execute(open_jobs, devices, str(data.folder), say)
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Keep other processes from working on this study's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "study.json", study.to_json(command))
-    for job in open_jobs:
-        _move_aside(job.folder, say)
-    if kept:
-        say(f"{len(kept)} of {len(planned)} runs are made already and kept (remove {folder} to start afresh)")
-    if not open_jobs:
-        return {}
-    if any(job.config.train.compile for job in jobs) and not any(job.config.train.compile for job in planned):
-        say(no_compiler())
-    on = f"{len(devices)} worker{'s' * (len(devices) > 1)}, {threads} thread{'s' * (threads > 1)} each"
-    how = "compiled" if any(job.config.train.compile for job in planned) else "eager: nothing is compiled"
-    say(f"{len(open_jobs)} runs on {on}, {how}")
-    return _execute(open_jobs, devices, str(data.folder), say)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"another process is working on {folder}; wait for it, or give another --out") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def earlier_seeds(study: Study, folder: Path) -> list[list[int]]:
+    """The sets of seeds that this study was made with before, in this folder. `BadInput` when it is another study's."""
+    file = folder / "study.json"
+    if not file.exists():
+        return []
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        name, arms, seeds = before["name"], [arm["name"] for arm in before["arms"]], list(before["seeds"])
+        earlier = list(before.get("earlier_seeds", ()))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise BadInput(f"{file} is damaged ({type(error).__name__}: {error}); give another --out") from None
+    if name != study.name or not set(arms) <= {arm.name for arm in study.arms}:
+        raise BadInput(f"{folder} holds the study {name!r} with the arms {', '.join(arms)}; give another --out")
+    return earlier if seeds == list(study.seeds) else [*earlier, seeds]
 
 
 def run_path(folder: Path, arm: str, seed: int) -> Path:

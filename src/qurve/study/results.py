@@ -150,6 +150,8 @@ class StudyResults:
     """All arms in the study's order, the baseline among them."""
     seeds: tuple[int, ...]
     search: Search | None
+    earlier_seeds: tuple[tuple[int, ...], ...] = ()
+    """The sets of seeds that the study was run with before this one."""
 
     @property
     def others(self) -> list[Arm]:
@@ -185,7 +187,7 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
         raise BadInput(
             f"{folder} is not a study folder: it has no study.json; give the folder that `qurve compare` wrote"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, IsADirectoryError) as error:
         raise BadInput(f"{source}: not JSON ({error})") from None
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise BadInput(f"{source}: not a study of format {FORMAT}; write it again with this version's `qurve compare`")
@@ -208,11 +210,14 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
             arms=arms,
             seeds=seeds,
             search=None if tree.get("search") is None else _search(tree["search"]),
+            earlier_seeds=tuple(tuple(int(s) for s in seeds) for seeds in tree.get("earlier_seeds", ())),
         )
     except KeyError as error:
         raise BadInput(f"{source}: the field {error} is missing") from None
-    except (TypeError, AttributeError) as error:
-        raise BadInput(f"{source}: a field has the wrong type ({error})") from None
+    except BadInput:
+        raise
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise BadInput(f"{source} or a run below it: a field has the wrong type ({error})") from None
 
 
 def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int]) -> Arm:
@@ -224,7 +229,7 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int]) -> Arm:
         name=name,
         label=_line(item.get("label") or name),
         config=dict(item["config"]),
-        non_embedding=int(item["non_embedding"]),
+        non_embedding=_positive(item["non_embedding"]),
         total=int(item["total"]),
         flops_per_token=float(item["flops_per_token"]),
         paper=None if paper is None else {key: str(value) for key, value in paper.items() if value is not None},
@@ -292,6 +297,12 @@ def _search(tree: dict[str, Any]) -> Search:
             for item in tree["scores"]
         ),
     )
+
+
+def _positive(value: Any) -> int:
+    if int(value) < 1:
+        raise ValueError(f"{value!r} parameters")
+    return int(value)
 
 
 def _line(text: Any) -> str:
@@ -395,6 +406,12 @@ def doubts(results: StudyResults) -> list[str]:
     for arm in results.arms:
         if arm.unfinished:
             found.append(f"{arm.label}: {'; '.join(f'seed {run.seed} {run.in_words}' for run in arm.unfinished)}.")
+    if results.earlier_seeds:
+        looks = "; ".join(", ".join(map(str, seeds)) for seeds in results.earlier_seeds)
+        found.append(
+            f"This study was run before with other seeds ({looks}). Whoever adds or drops seeds after a look at the "
+            "result gets intervals that are too narrow."
+        )
     ends = sorted({run.val[-1][0] for run in results.runs if run.finished})
     if len(ends) > 1:
         found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")

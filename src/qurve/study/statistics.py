@@ -29,6 +29,9 @@ ROW_KEYS = (
     "verdict",
 )
 
+LARGEST_DIFFERENCE = 700.0
+"""Nats per token: the exponential of more overflows."""
+
 Outcome = Literal["lower", "higher", "noise", "none"]
 
 
@@ -66,7 +69,7 @@ def paired_interval(differences: Sequence[float], level: float = 0.95) -> tuple[
 
 def relative_gains(loss: float, base: float) -> tuple[float, float]:
     """`(dll_percent, dppx_percent)`: the relative gain in log-loss and in perplexity over `base`, in per cent."""
-    return 100 * (base - loss) / base, -100 * math.expm1(loss - base)
+    return 100 * (base - loss) / base, -100 * math.expm1(min(loss - base, LARGEST_DIFFERENCE))
 
 
 def compare(results: StudyResults, arm: Arm) -> Comparison:
@@ -92,6 +95,11 @@ def _verdict(results: StudyResults, arm: Arm, differences: Sequence[float]) -> t
     apart = results.batches.difference_of(arm.name, results.baseline.name)
     if apart is not None:
         return "none", f"no verdict: {apart}"
+    if arm.config.get("eval") != results.baseline.config.get("eval"):
+        return "none", "no verdict: it was evaluated on other windows than the baseline"
+    ends = {run.val[-1][0] for run in (*arm.finished, *results.baseline.finished)}
+    if len(ends) > 1:
+        return "none", f"no verdict: the runs ended at different steps ({', '.join(f'{e:,}' for e in sorted(ends))})"
     unfinished = [*arm.unfinished, *results.baseline.unfinished]
     pending = [_which(run, arm) for run in unfinished if run.status in ("running", "missing")]
     broken = [_which(run, arm) for run in unfinished if run.status == "diverged"]

@@ -33,6 +33,9 @@ class DataConfig:
         check_values(self)
 
 
+MOST_THREADS = 1024
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How the weights are updated."""
@@ -85,6 +88,8 @@ class TrainConfig:
                 _at_least(1, name, getattr(self, name))
         for name in ("seed", "warmup_steps", "lr", "min_lr", "weight_decay", "grad_clip"):
             _at_least(0, name, getattr(self, name))
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise BadInput(f"train.threads = {self.threads}: at most {MOST_THREADS} make sense")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise BadInput(f"train.{name} = {getattr(self, name)}: it must be at least 0 and below 1")
@@ -114,6 +119,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if not self.splits or len(set(self.splits)) < len(self.splits):
+            raise BadInput(f"eval.splits = {list(self.splits)}: name at least one split, each once")
         for name in ("every", "windows"):
             _at_least(1, name, getattr(self, name), "eval")
 

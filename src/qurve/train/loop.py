@@ -149,7 +149,8 @@ def evaluation_windows(config: RunConfig, data: TokenData, split: str, step: int
 
 def check_windows(config: RunConfig, data: TokenData) -> None:
     """Raise `BadInput` now, not hours later, when some step or evaluation would have no windows."""
-    training_windows(config, data, 0)
+    for update in (0, config.train.updates - 1):
+        training_windows(config, data, update)
     for split in config.eval.splits:
         if config.data.order == "paper" and split == "test":
             raise BadInput("eval.splits: the paper's evaluation tables cover train and val, not test")

@@ -15,12 +15,17 @@ from typing import Any
 import torch
 
 import qurve
+from qurve.accounting import count
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
 from qurve.train.config import Precision, RunConfig
 
 MODEST_TOKENS = {"cpu": 16_384, "cuda": 65_536}
 """Tokens of one micro-batch at most, where none is given."""
+
+
+BYTES_PER_PARAMETER = 16
+"""Weight, gradient and AdamW's two moments, in float32."""
 
 
 def resolve(config: RunConfig, data: TokenData) -> RunConfig:
@@ -34,13 +39,17 @@ def resolve(config: RunConfig, data: TokenData) -> RunConfig:
     sequences = config.sequences
     if train.min_lr > train.lr:
         raise BadInput(f"train.min_lr = {train.min_lr} is above the peak, train.lr = {train.lr}; lower it, too")
-    micro_batch = train.micro_batch or max(
-        n
-        for n in range(1, sequences + 1)
-        if (sequences % n == 0 and n * config.model.context <= MODEST_TOKENS[kind]) or n == 1
-    )
+    modest = max(1, MODEST_TOKENS[kind] // config.model.context)
+    divisors = (n for n in range(min(sequences, modest), 0, -1) if sequences % n == 0)
+    micro_batch = train.micro_batch or next(divisors)
     if sequences % micro_batch:
         raise BadInput(f"train.micro_batch = {micro_batch} does not divide the step's {sequences} sequences")
+    needed = BYTES_PER_PARAMETER * count(config.model).total
+    if kind == "cpu" and needed > (memory := physical_memory()):
+        raise BadInput(
+            f"the model needs {needed / 1e9:,.0f} GB for its weights, gradients and optimiser; "
+            f"this machine has {memory / 1e9:,.0f} GB; make it smaller"
+        )
     if data.n_ids > config.model.vocab_size:
         padded = -(-data.n_ids // 64) * 64
         raise BadInput(
@@ -59,6 +68,11 @@ def resolve(config: RunConfig, data: TokenData) -> RunConfig:
             micro_batch=micro_batch,
         ),
     )
+
+
+def physical_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def resolve_device(device: str) -> str:
