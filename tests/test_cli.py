@@ -511,6 +511,18 @@ def test_report_is_written_anew_from_the_runs(study: Path, compared: tuple[Path,
 # ---------------------------------------------------------------------------------------------------------- terminals
 
 
+def test_a_reader_that_has_gone_is_no_error_to_tell_of() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    err = io.StringIO()
+    with contextlib.redirect_stdout(Gone()), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+        main(["presets", "--json"])
+    assert left.value.code == 1
+    assert err.closed  # so that Python says nothing at its end either
+
+
 def test_a_narrow_terminal_without_utf8_shows_what_it_can(study: Path) -> None:
     for command in (("report", study), ("presets",), ("train", "smok", "--out", study), ("prepare", "--help")):
         done = apart(*command, PYTHONIOENCODING="ascii", COLUMNS="40")

@@ -115,6 +115,11 @@ def test_optimizer_half_precision_and_masks_are_no_obstacle(saved: Callable[[Any
 # -------------------------------------------------------------------------------------------------------- configuration
 
 
+@pytest.mark.parametrize("heads", ["n_head", "num_heads"], ids=["nanogpt", "authors"])
+def test_dropout_is_kept_for_training_on(heads: str) -> None:
+    assert model_config({heads: 12, "dropout": 0.2}).dropout == 0.2
+
+
 def test_their_defaults_fill_what_is_not_stated() -> None:
     nano = {"n_layer": 12, "n_head": 12, "n_embd": 768}
     assert model_config(nano) == ModelConfig(bias=True)  # nanoGPT has biases unless told otherwise

@@ -54,16 +54,20 @@ def small_compare() -> str:
 
 
 def train_cpu() -> str:
-    found = evidence("train-cpu")
-    ratios = {name: found["rounds"][name] for name in ("ratio_to_nanogpt", "ratio_nonlinear_to_linear")}
-    peer, layer = (f"{statistics.median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for v in ratios.values())
+    found, ours = evidence("train-cpu"), evidence("train-cpu-ours")
+    peer, layer = found["rounds"]["ratio_to_nanogpt"], ours["rounds"]["ratio_nonlinear_to_linear"]
     shape = found["shape"]
     return (
         f"Training on {shape['threads']} cores with avx512_bf16 (L{shape['layers']} D{shape['width']} "
         f"H{shape['heads']} T{shape['context']} B{shape['batch']} V{shape['vocab']}, compiled): our baseline runs at "
-        f"**{peer} times nanoGPT's** tokens/s, the nonlinear query at **{layer} times our linear one's** (medians of "
-        f"{shape['rounds']} alternated rounds, with their range)."
+        f"**{statistics.median(peer):.2f} times nanoGPT's** tokens/s (median of {len(peer)} alternated rounds, "
+        f"{min(peer):.2f} to {max(peer):.2f}), the nonlinear query at **{statistics.median(layer):.3f} times our "
+        f"linear one's** (median of {len(layer)}; quartiles {quartile(layer, 0):.3f} and {quartile(layer, 2):.3f})."
     )
+
+
+def quartile(values: list[float], which: int) -> float:
+    return statistics.quantiles(values)[which]
 
 
 PASSAGES = {"small-compare": small_compare, "train-cpu": train_cpu}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -71,6 +72,17 @@ def test_nanogpt_fingerprint_notices(nanogpt: Path) -> None:
             assert TokenData.open(nanogpt).fingerprint != before
             (nanogpt / name).write_bytes(whole)
     assert TokenData.open(nanogpt).fingerprint == before
+
+
+def test_nanogpt_fingerprint_of_small_files_is_over_their_names_sizes_and_contents(tmp_path: Path) -> None:
+    contents = {"train.bin": b"\1\0\2\0\3\0", "val.bin": b"\4\0"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    text = b"train.bin 6\n" + contents["train.bin"] + b"val.bin 2\n" + contents["val.bin"]
+    assert TokenData.open(tmp_path).fingerprint == hashlib.sha256(text).hexdigest()
+    (tmp_path / "train.bin").write_bytes(b"\1\0\2\0")  # the same ids in the same order, cut elsewhere
+    (tmp_path / "val.bin").write_bytes(b"\3\0\4\0")
+    assert TokenData.open(tmp_path).fingerprint != hashlib.sha256(text).hexdigest()
 
 
 def test_meta_pkl_is_not_unpickled(nanogpt: Path) -> None:

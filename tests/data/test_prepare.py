@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +128,18 @@ def test_tokens_and_manifest(
     assert left == {"manifest.json"} | ({"tokenizer.json"} if spec.startswith("bpe") else set())
 
 
-def test_wide_ids_take_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("n_ids", "dtype"), [(65_536, "uint16"), (65_537, "uint32")])
+def test_ids_take_32_bits_only_when_16_do_not_hold_them(
+    n_ids: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Wide(tokenizers._Bytes):
         def __init__(self) -> None:
             super().__init__()
-            self.n_ids, self.eot = 65_537, 65_536
+            self.n_ids, self.eot = n_ids, n_ids - 1
 
     monkeypatch.setattr(tokenizers, "ready_made", lambda spec: Wide())
     file, texts = write_documents(tmp_path, 5)
-    assert prepare([file], tmp_path / "out", tokenizer="bytes", split=0.2, progress=False)["dtype"] == "uint32"
+    assert prepare([file], tmp_path / "out", tokenizer="bytes", split=0.2, progress=False)["dtype"] == dtype
     order = split_documents(5, 0.2)["train"]
     assert everything(TokenData.open(tmp_path / "out"), "train") == expected(Wide(), texts, order)
 
@@ -213,6 +218,57 @@ def test_stopped_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert prepare([file], out, tokenizer=spec, split=0.1, progress=False) == whole
     assert sum(encoded) == 100 - before
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_stopped_again_right_after_being_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first process had half written to the journal is not the beginning of what the second one writes."""
+    monkeypatch.setattr(module, "CHUNK_CHARACTERS", 500)
+    file, _ = write_documents(tmp_path, 100)
+    out = tmp_path / "out"
+    whole = prepare([file], tmp_path / "whole", tokenizer="bytes", progress=False)
+    encode = module._encode
+
+    def stop_after(chunks: int) -> None:
+        left = iter(range(chunks))
+
+        def stopping(*arguments: Any) -> tuple[bytes, bytes]:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return encode(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_encode", stopping)
+            with pytest.raises(KeyboardInterrupt):
+                prepare([file], out, tokenizer="bytes", progress=False)
+
+    stop_after(2)
+    (journal,) = out.glob(".prepare-*/journal.jsonl")
+    with open(journal, "a") as torn:
+        torn.write('{"doc')
+    stop_after(1)
+    assert [list(json.loads(line)) for line in journal.read_text().splitlines()] == [["documents", "tokens"]] * 3
+    assert prepare([file], out, tokenizer="bytes", progress=False) == whole
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_killed_between_the_manifest_and_the_clearing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, _ = write_documents(tmp_path, 60)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([file], out, tokenizer="bpe:280", split=0.1, progress=False)
+    assert list(out.glob(".prepare-*"))
+    prepare([file], out, tokenizer="bpe:280", split=0.1, progress=False)
+    prepare([file], tmp_path / "whole", tokenizer="bpe:280", split=0.1, progress=False)
+    assert tree(out) == tree(tmp_path / "whole")
+    TokenData.open(out)
+
+
+def test_workers_leave_an_interrupt_to_their_parent() -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, module._start_worker, ("bytes", "")) as pool:
+        assert pool.submit(signal.getsignal, signal.SIGINT).result() is signal.SIG_IGN
 
 
 def test_changed_input_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,17 @@ def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert capsys.readouterr().err == ""
 
 
+def test_rate_and_time_left_count_from_where_a_continued_work_began(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([0.0, 20.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    left = 2 * 3600 + 3 * 60 + 4
+    with Progress("writing", 10_000_000 + left * 100_000, start=8_000_000) as bar:
+        bar.update(10_000_000)
+    assert capsys.readouterr().err == "writing: 1 %, 0.1 MB/s, 2:03:04 left\n"
+
+
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")

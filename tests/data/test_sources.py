@@ -53,6 +53,17 @@ def test_lines(tmp_path: Path, name: str, data: bytes) -> None:
     assert read(write(tmp_path / name, data)) == TEXTS
 
 
+@pytest.mark.parametrize("window_log", [28, 31])
+def test_zstd_of_a_long_window(tmp_path: Path, window_log: int) -> None:
+    """As `zstd --long=31` writes it: the frame asks for a window that decoders refuse unless told otherwise.
+
+    Built by hand, since a compressor that is given all of a short text asks for no more window than that.
+    """
+    header = b"\x28\xb5\x2f\xfd" + bytes([0, (window_log - 10) << 3])
+    block = (1 | len(LINES) << 3).to_bytes(3, "little") + LINES  # the last one, and not compressed
+    assert read(write(tmp_path / "a.jsonl.zst", header + block)) == TEXTS
+
+
 def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": list(range(4)), "text": TEXTS}), tmp_path / "a.parquet", row_group_size=3)
     sources = Sources([tmp_path / "a.parquet"])

@@ -10,8 +10,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qurve import NonlinearQuery
+from qurve.projections import Bottleneck, Dims
 from qurve.projections import functional as F
-from qurve.projections.module import project
+from qurve.projections.module import Projection, project
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -61,3 +62,12 @@ def test_the_layer_keeps_the_policy(fused: bool, autocast: bool) -> None:
     assert dtypes.seen["aten::gelu"] == dtypes.seen["aten::native_layer_norm"] == {torch.float32}
     assert dtypes.seen["aten::mm"] == {torch.bfloat16}
     assert dtypes.seen["aten::rsqrt"] == {torch.float32}
+
+
+def test_a_fused_layer_norms_bias_goes_through_the_stem_in_float32() -> None:
+    """What the plain path does before it rounds: in half precision it would be rounded once more than there."""
+    config, dims = Bottleneck(pre_norm="layernorm"), Dims(12, 12, bias=True)
+    layers = [Projection(config, dims, dtype=torch.bfloat16) for _ in range(2)]
+    with torch.no_grad(), Dtypes() as dtypes:
+        project(layers, torch.randn(2, 7, 12, dtype=torch.bfloat16))
+    assert dtypes.seen["aten::mv"] == {torch.float32}

@@ -79,6 +79,12 @@ def test_study_json_holds_what_a_report_needs() -> None:
         assert arm["flops_per_token"] == cost.flops_per_token
 
 
+def test_study_json_holds_the_search_that_the_rates_come_from() -> None:
+    small = load_study("small")
+    assert small.search is not None
+    assert json.loads(small.to_json("qurve compare"))["search"] == json.loads(json.dumps(small.search))
+
+
 # --------------------------------------------------------------------------------------------------------- built in
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -392,3 +393,42 @@ def test_looks_with_other_seeds_are_remembered_and_said(executed: Executed, data
     results = load(folder)
     assert results.earlier_seeds == ((1, 2),)
     assert any("run before with other seeds (1, 2)" in doubt for doubt in doubts(results))
+
+
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+from qurve.study import execute
+from qurve.study.definition import Arm
+from tiny import tiny
+
+def endless(job, device, data):
+    print(os.getpid(), flush=True)
+    while True:
+        signal.pause()
+
+if __name__ == "__main__":
+    execute._make = endless
+    execute._execute([execute.Job(Arm("wide", "Wide", tiny()), 1, tiny(), Path(sys.argv[1]))], ["cpu"], "", print)
+"""
+
+
+def test_an_interrupted_parent_ends_the_run_its_worker_is_at(tmp_path: Path) -> None:
+    """The signal reaches the parent alone, as a scheduler's does: it must not wait for runs that take days."""
+    script = tmp_path / "parent.py"
+    script.write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, script, tmp_path / "run"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        worker = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            parent.send_signal(signal.SIGINT)
+            _, told = parent.communicate(timeout=30)
+            assert "KeyboardInterrupt" in told
+            assert select.select([worker], [], [], 30)[0], "the worker lives on"
+        finally:
+            parent.kill()
+            os.close(worker)

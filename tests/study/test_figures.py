@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 
 import matplotlib.text
@@ -57,6 +58,19 @@ def test_search_rings_the_chosen_and_crosses_the_broken(tmp_path):
     crosses = [x for line in axes.lines if line.get_marker() == "x" for x in line.get_xdata()]
     assert set(crosses) == {1.6e-2}
     assert axes.get_xscale() == "log"
+
+
+def test_the_ring_is_around_the_chosen_point_even_when_another_is_lower(tmp_path):
+    file = write_study(tmp_path) / "study.json"
+    tree = json.loads(file.read_text())
+    losses = [score for score in tree["search"]["scores"] if score["arm"] == "mlp-4.75"]
+    other = losses[-3]
+    assert losses[0]["val_loss"] != other["val_loss"] > min(score["val_loss"] for score in losses if score["val_loss"])
+    tree["search"]["chosen"]["mlp-4.75"] = {key: other[key] for key in ("train.lr", "train.min_lr", "val_loss")}
+    file.write_text(json.dumps(tree))
+    (axes,) = figures.search_figure(load(tmp_path)).axes
+    rings = [line for line in axes.lines if line.get_markersize() == 11]
+    assert (rings[1].get_xdata()[0], rings[1].get_ydata()[0]) == (other["train.lr"], other["val_loss"])
 
 
 def test_two_seeds_get_no_interval_in_the_figure(tmp_path):

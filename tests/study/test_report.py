@@ -122,6 +122,16 @@ def test_a_single_arm_and_a_single_seed_are_reported(tmp_path):
     assert "One seed: no verdict." in text_of(write_report(write_study(tmp_path / "seed", seeds=(1,))))
 
 
+@pytest.mark.parametrize(("gains", "is_bold"), [((0.07, 0.06, 0.08), True), ((0.07, -0.01, 0.08), False)])
+def test_the_best_arm_is_bold_only_when_its_loss_is_shown_to_be_lower(tmp_path, gains, is_bold):
+    finals = {("baseline", seed): 3.0 for seed in (1, 2, 3)}
+    finals |= {("new", seed): 3.0 - gain for seed, gain in enumerate(gains, 1)}
+    page = write_report(write_study(tmp_path, (BASELINE, arm("new", "New")), finals=finals))
+    bold = re.findall(r'<tbody class="best">.*?</tbody>', page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(bold) == is_bold
+    assert all("New" in row for row in bold)
+
+
 def test_nothing_is_made_where_there_is_no_study(tmp_path):
     with pytest.raises(BadInput, match="not a study folder"):
         write_report(tmp_path)

@@ -154,6 +154,20 @@ def test_a_step_that_one_run_did_not_record_is_not_shown(tmp_path):
     ]
 
 
+def test_a_step_that_neither_run_has_a_digest_of_is_not_shown(tmp_path):
+    write_study(tmp_path)
+    for name in ("baseline", "mlp-4.75"):
+        file = tmp_path / f"runs/{name}/seed-1/metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            if line["step"] == 9:
+                del line["batch_sha"]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert identical_batches(load(tmp_path)).difference_of("mlp-4.75", "baseline") == (
+        "seed 1: baseline and mlp-4.75 did not see the same batch at step 9"
+    )
+
+
 def test_runs_without_digests_are_not_shown(tmp_path):
     write_study(tmp_path, (BASELINE, NONLINEAR), seeds=(1,))
     for name in ("baseline", "res-gelu"):
@@ -209,6 +223,16 @@ def test_no_search_and_a_second_machine_are_flagged(tmp_path):
     found = doubts(load(tmp_path))
     assert 'The runs differ in cpu: "a made-up processor", "another".' in found
     assert any("No learning-rate search" in doubt for doubt in found)
+
+
+@pytest.mark.parametrize("key", ["cpu", "device", "torch", "precision", "compiled", "commit", "threads"])
+def test_whatever_differs_between_the_machines_is_flagged(tmp_path, key):
+    write_study(tmp_path)
+    file = tmp_path / "runs/mlp-4.75/seed-2/environment.json"
+    tree = json.loads(file.read_text())
+    usual, other = json.dumps(tree[key]), json.dumps("another")
+    file.write_text(json.dumps(tree | {key: "another"}))
+    assert doubts(load(tmp_path)) == [f"The runs differ in {key}: {', '.join(sorted((usual, other)))}."]
 
 
 def test_different_training_lengths_are_flagged(tmp_path):

@@ -240,6 +240,19 @@ def test_dropout_acts_in_training_and_not_in_evaluation(finished: RunFolder, dat
     assert dropped.train_lines()[0]["batch_sha"] == finished.train_lines()[0]["batch_sha"]
 
 
+def test_seed_varies_dropout(data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "GPT", lambda config, seed: GPT(config, seed=1))  # the weights and the order stay
+
+    def first_loss(dropout: float, seed: int) -> float:
+        settings = ("train.steps=1", "data.order_seed=1", f"model.dropout={dropout}", f"train.seed={seed}")
+        run = train(tiny(*settings), tmp_path / f"{dropout}-{seed}", data)
+        loss: float = run.train_lines()[0]["loss"]
+        return loss
+
+    assert first_loss(0.0, 1) == first_loss(0.0, 2)
+    assert first_loss(0.5, 1) != first_loss(0.5, 2)
+
+
 def test_seed_varies_weights_and_order(finished: RunFolder, data: TokenData, tmp_path: Path) -> None:
     other = train(tiny("train.seed=2"), tmp_path / "run", data)
     assert other.eval_lines()[0]["loss"] != finished.eval_lines()[0]["loss"]
@@ -283,6 +296,29 @@ def test_gradient_is_clipped_to_its_norm(data: TokenData, tmp_path: Path) -> Non
         assert run.train_lines()[0]["grad_norm"] > 0.5  # the norm before clipping
     assert finals["0"] == finals["1000"]
     assert finals["0"] != finals["0.01"]
+
+
+def test_without_clipping_a_gradient_of_any_size_is_used_as_it_is(
+    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    build = loop.build_optimizer
+
+    def watched(model: GPT, config: Any) -> Any:
+        optimizer = build(model, config)
+        model.blocks[0].attention.output.weight.register_hook(lambda gradient: 1e15 * gradient)
+
+        def look(*_: Any) -> None:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            used.append(torch.nn.utils.get_total_norm(gradients).item())
+
+        optimizer.register_step_pre_hook(look)
+        return optimizer
+
+    monkeypatch.setattr(loop, "build_optimizer", watched)
+    run = train(tiny("train.grad_clip=0", "train.steps=1"), tmp_path / "run", data)
+    assert used == [run.train_lines()[0]["grad_norm"]]
+    assert used[0] > 1e10
 
 
 # --------------------------------------------------------------------------------------------------------- paper order

@@ -32,6 +32,14 @@ def test_a_log_has_a_line_every_few_steps_the_last_and_every_evaluation(data: To
     assert lines[4] == f"step 5  val loss {run.eval_lines()[-1]['loss']:.4f}"
 
 
+def test_time_left_is_that_of_the_steps_left() -> None:
+    to, stream = console(terminal=False)
+    log = LogLines(to)
+    log.start(10, log_every=2)
+    log.updated({"step": 2, "loss": 1.0, "tokens": 200, "seconds": 4.0})
+    assert stream.getvalue() == "step 2/10  loss 1.0000  50 tokens/s  16 s left\n"
+
+
 @pytest.mark.parametrize("width", [40, 100])
 def test_a_terminal_shows_a_bar_and_gets_its_cursor_back(width: int, data: TokenData, tmp_path: Path) -> None:
     to, stream = console(terminal=True, width=width)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +50,21 @@ def test_automatic_precision_follows_the_hardware(monkeypatch: pytest.MonkeyPatc
         assert runtime.resolve_precision("auto", "cpu") == expected
     assert runtime.resolve_precision("float32", "cpu") == "float32"
     assert runtime.resolve_precision("bf16", "cpu") == "bf16"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git to ask for a commit")
+def test_a_run_says_its_commit_and_whether_the_sources_differ_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(runtime, "__file__", str(tmp_path / "src" / "qurve" / "train" / "runtime.py"))
+    assert runtime._commit() is None
+    git("init")
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false")
+    git(*identity, "commit", "--allow-empty", "-m", "Begin")
+    assert runtime._commit() == git("rev-parse", "HEAD")
+    (tmp_path / "changed.py").touch()
+    assert runtime._commit() == git("rev-parse", "HEAD") + "+changes"

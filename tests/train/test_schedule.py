@@ -70,6 +70,11 @@ def test_wsd_is_stable_then_falls_in_a_line_over_the_last_fifth() -> None:
     assert [learning_rate(shorter, k) for k in (90, 95, 100)] == pytest.approx([1.0, 0.6, 0.2])
 
 
+def test_wsd_falls_only_after_a_warm_up_that_reaches_into_its_last_fifth() -> None:
+    config = TrainConfig(steps=100, lr=1.0, min_lr=0.2, warmup_steps=90, schedule="wsd")
+    assert [learning_rate(config, k) for k in (90, 95, 100)] == pytest.approx([1.0, 0.6, 0.2])
+
+
 @given(schedules())
 def test_rate_is_never_above_the_peak_nor_after_the_warm_up_below_the_floor(config: TrainConfig) -> None:
     rates = [learning_rate(config, update) for update in range(350)]
