@@ -40,7 +40,7 @@ def arm(name, **model):
 """
 GOOD = STUDY + "STUDY = Study('tiny', 'Tiny', (arm('baseline'), arm('wide', d_ff=96)))\n"
 BROKEN = (
-    STUDY
+    STUDY.replace("train.steps=3", "train.steps=60")
     + """
 wild = Arm("wild", "Wild", tiny("train.steps=60", "train.lr=1e6", "train.warmup_steps=0"))
 arms = (arm("baseline"), arm("failing", query=Failing()), arm("killed", query=Killed()), wild, arm("last", d_ff=96))

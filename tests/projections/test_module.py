@@ -304,8 +304,8 @@ def refusals() -> Iterator[Any]:
     yield refused("width = 0: the bottleneck needs at least one unit", lambda: Bottleneck(width=0))
     yield refused("eps = 0: it must be above zero", lambda: Bottleneck(eps=0))
     yield refused("a bottleneck of half of 1 has no unit; give its width", Bottleneck, d_in=1, d_out=1)
-    yield refused("the input width of a projection is 0; it must be at least 1", Linear, d_in=0)
-    yield refused("the output width of a projection is -1; it must be at least 1", Linear, d_out=-1)
+    yield refused("the input width of a projection is 0; it must be a whole number, at least 1", Linear, d_in=0)
+    yield refused("the output width of a projection is -1; it must be a whole number, at least 1", Linear, d_out=-1)
 
 
 @pytest.mark.parametrize(("make", "message"), list(refusals()))

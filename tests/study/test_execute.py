@@ -187,7 +187,7 @@ def test_each_run_has_its_seed_its_folder_and_a_resolved_configuration(
     [
         (("train.tokens_per_step=100",), "tokens_per_step"),
         (("model.vocab_size=256",), r"model\.vocab_size=320"),
-        (('eval.splits=["nope"]',), "no split 'nope'"),
+        (("train.micro_batch=3",), "does not divide the step's 4 sequences"),
     ],
 )
 def test_a_study_that_cannot_run_is_refused_before_anything_is_made(
@@ -294,7 +294,7 @@ def test_a_strange_folder_in_a_runs_place_is_refused(data: TokenData, executed: 
 
 
 def test_a_diverging_run_is_told_and_stops_no_other(in_process: None, data: TokenData, tmp_path: Path) -> None:
-    good = make_study("train.steps=2", seeds=(1,))
+    good = make_study("train.steps=60", seeds=(1,))
     wild = tiny("train.steps=60", "train.lr=1e6", "train.warmup_steps=0")
     study = dataclasses.replace(good, arms=(good.arms[0], Arm("wild", "Wild", wild), good.arms[2]))
     failed, said = run(study, tmp_path / "study", data, workers=1)

@@ -506,7 +506,7 @@ def write_nanogpt(folder: Path, *, train_tokens: int, val_tokens: int) -> TokenD
         (("model.vocab_size=256",), r"257 token ids.* only 256; add --set model\.vocab_size=320"),
         (('eval.splits=["val","valid"]',), r"no split 'valid'; did you mean 'val'"),
         ((*PAPER_ORDER, 'eval.splits=["test"]'), r"not test"),
-        (("data.order=paper", "train.seed=-1"), r"seed -1"),
+        (("data.order=paper", "train.seed=-1"), r"train\.seed = -1: it must be at least 0"),
         ((*PAPER_ORDER, "eval.every=1", "train.steps=600"), r"evaluation 600 is not in the paper's order"),
         (("train.lr=1e-4", "train.min_lr=1e-3"), r"train\.min_lr = 0\.001 is above the peak, train\.lr = 0\.0001"),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qurve import accounting, presets
-from qurve.config import apply_settings, to_dict
+from qurve.config import apply_settings, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.train.config import RunConfig
 
@@ -33,15 +33,8 @@ class Arm:
             raise BadInput(f"an arm's name becomes a folder: letters, digits and . _ = @ + - only, not {self.name!r}")
 
 
-SHARED = ("data", "eval", "train.device", "train.threads", "train.steps", "train.stop_at", "model.context")
+SHARED = ("data.", "eval.", "train.device", "train.threads", "train.steps", "train.stop_at", "model.context")
 """What every arm of a study must have alike: else a difference is not one of the arms."""
-
-
-def _at(config: RunConfig, path: str) -> Any:
-    node: Any = config
-    for name in path.split("."):
-        node = getattr(node, name)
-    return node
 
 
 @dataclass(frozen=True)
@@ -66,9 +59,8 @@ class Study:
             )
         first = self.arms[0].config
         for arm in self.arms:
-            for path in SHARED:
-                mine, others = _at(arm.config, path), _at(first, path)
-                if mine != others:
+            for path, (others, mine) in differences(first, arm.config).items():
+                if path.startswith(SHARED):
                     raise BadInput(
                         f"study {self.name}: every arm needs the same {path}, and {arm.name} has {mine!r} "
                         f"where {self.arms[0].name} has {others!r}; --set {path}=… changes all of them"
