@@ -109,7 +109,7 @@ def no_compiler() -> str:
     """What a user is told whose training was to be compiled and cannot be."""
     return (
         f"no C++ compiler found (looked for {_compiler_name()}; the variable CXX names another one, clang++ say): "
-        "training runs eager, which is slower"
+        "training runs eager, which is slower; the time left is shown as it goes"
     )
 
 
