@@ -20,6 +20,7 @@ import pytest
 
 from qurve import presets
 from qurve.cli import COMMANDS, main
+from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study import execute
 from tiny import InProcess
@@ -185,6 +186,16 @@ def test_module_and_version() -> None:
         ("prepare LATIN --out NEW --tokenizer bytes", "latin.txt"),
         ("prepare LATIN --out NEW --tokenizer gpt3", "gpt2"),
         ("report missing", "missing is not a study folder"),
+        ("train smoke --out NEW --set train.threads=100000", "train.threads = 100000: at most"),
+        ("train smoke --out NEW --set model.vocab_size=100000000000000", "GB for its weights, gradients and optimiser"),
+        (
+            "train smoke --out NEW --set train.tokens_per_step=6400000000000000 --set train.micro_batch=7",
+            "does not divide",
+        ),
+        ("train smoke --out NEW --set eval.splits=[]", "name at least one split"),
+        ("train smoke --out NEW --set train.min_lr=1", "train.min_lr = 1.0 is above the peak"),
+        ("compare small --out NEW --seeds 1000000000", "--seeds 1000000000: at most 1000"),
+        ('compare small --out NEW --set eval.splits=["train"]', "compared on val"),
     ],
 )
 def test_refused_input_leaves_with_2_a_reason_and_nothing_created(
@@ -553,3 +564,24 @@ def test_a_stopped_training_says_so(sent: signal.Signals, data_folder: Path, tmp
     assert process.returncode == 130
     assert run.status()["status"] == "stopped"
     assert run.status()["step"] == run.train_lines()[-1]["step"]
+
+
+def test_a_refusal_that_comes_late_takes_no_run_with_it(
+    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(run: RunFolder, step: int, model: object) -> None:
+        raise BadInput("too late")
+
+    monkeypatch.setattr("qurve.train.loop.save_checkpoint", refuse)
+    refused = call("train", "smoke", "--steps", 2, "--data", data_folder, "--out", tmp_path / "run")
+    assert (refused.code, "too late" in refused.err) == (2, True)
+    run = RunFolder(tmp_path / "run")
+    assert run.status()["status"] == "failed"
+    assert len(run.train_lines()) == 2
+
+
+def test_what_the_system_refuses_ends_in_its_words(tmp_path: Path) -> None:
+    refused = call("train", "smoke", "--out", tmp_path / ("x" * 300))
+    assert refused.code in (1, 2)
+    assert "File name too long" in refused.err
+    assert "Traceback" not in refused.err
