@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -543,3 +544,14 @@ def test_a_gpu_that_is_not_there_is_refused(device: str, data: TokenData, tmp_pa
     with pytest.raises(BadInput, match=rf"'{device}', but torch finds 0 CUDA devices"):
         train(tiny(f"train.device={device}"), tmp_path / "run", data)
     assert not (tmp_path / "run").exists()
+
+
+def test_damaged_data_is_named_when_it_is_met(data_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(data_folder, folder)
+    shard = np.memmap(folder / "train-00000.bin", dtype="<u2", mode="r+")
+    shard[:] = 65_535
+    shard.flush()
+    with pytest.raises(BadInput, match=r"the train split holds the id 65535, and the vocabulary has 320"):
+        train(tiny(), tmp_path / "run", TokenData.open(folder))
+    assert RunFolder(tmp_path / "run").status()["status"] == "failed"

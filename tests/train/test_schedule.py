@@ -5,7 +5,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qurve import presets
@@ -76,6 +76,7 @@ def test_wsd_falls_only_after_a_warm_up_that_reaches_into_its_last_fifth() -> No
 
 
 @given(schedules())
+@example(TrainConfig(steps=300, lr=0.9109877835080679, min_lr=0.1940114239129515, warmup_steps=0))
 def test_rate_is_never_above_the_peak_nor_after_the_warm_up_below_the_floor(config: TrainConfig) -> None:
     rates = [learning_rate(config, update) for update in range(350)]
     assert all(0 < rate <= config.lr or rate == config.min_lr == 0 for rate in rates)

@@ -159,8 +159,13 @@ def check_windows(config: RunConfig, data: TokenData) -> None:
 
 
 def batch(config: RunConfig, split: TokenSplit, starts: Starts) -> tuple[Tensor, Tensor]:
-    """Inputs and targets `[N, T]` of the windows, on the run's device."""
+    """Inputs and targets `[N, T]` of the windows, on the run's device. `BadInput` for ids beyond the vocabulary."""
     inputs, targets = split.windows(starts, config.model.context)
+    if (largest := max(inputs.max(), targets.max())) >= config.model.vocab_size:
+        raise BadInput(
+            f"the {split.name} split holds the id {largest}, and the vocabulary has {config.model.vocab_size}: "
+            "the data is damaged; prepare it again"
+        )
     return torch.from_numpy(inputs).to(config.train.device), torch.from_numpy(targets).to(config.train.device)
 
 

@@ -22,7 +22,8 @@ def learning_rate(config: TrainConfig, update: int) -> float:
         decay = max(1, horizon // 5) if config.decay_steps is None else config.decay_steps
         begin, shape = max(config.warmup_steps, horizon - decay), _line
     progress = max(0.0, (update - begin) / (horizon - begin))
-    return config.min_lr + shape(progress) * (config.lr - config.min_lr)
+    rate = config.min_lr + shape(progress) * (config.lr - config.min_lr)
+    return min(config.lr, rate)  # the sum's last bit can lie above the peak
 
 
 def _half_cosine(progress: float) -> float:
