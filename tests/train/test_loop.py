@@ -555,3 +555,17 @@ def test_damaged_data_is_named_when_it_is_met(data_folder: Path, tmp_path: Path)
     with pytest.raises(BadInput, match=r"the train split holds the id 65535, and the vocabulary has 320"):
         train(tiny(), tmp_path / "run", TokenData.open(folder))
     assert RunFolder(tmp_path / "run").status()["status"] == "failed"
+
+
+def test_dropout_starts_alike_in_every_arm(data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = []
+
+    def look(*args: Any) -> Any:
+        states.append(torch.get_rng_state())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "prepare_loss", look)
+    for arm in ("model.query=linear", "model.query=bottleneck", "model.d_ff=96", "model.n_layers=3"):
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny("model.dropout=0.1", arm), tmp_path / arm, data)
+    assert all(torch.equal(state, states[0]) for state in states)

@@ -52,7 +52,7 @@ def run_study(
     anything is made, when a run's folder holds another configuration.
     """
     from qurve.train.loop import check_windows
-    from qurve.train.runtime import available_cores, no_compiler, resolve, resolve_device
+    from qurve.train.runtime import available_cores, compiler, no_compiler, resolve, resolve_device
 
     jobs = [
         Job(arm, seed, study.run_config(arm, seed), run_path(folder, arm.name, seed))
@@ -78,7 +78,7 @@ def run_study(
             say(f"{len(kept)} of {len(planned)} runs are made already and kept (remove {folder} to start afresh)")
         if not open_jobs:
             return {}
-        if any(job.config.train.compile for job in jobs) and not any(job.config.train.compile for job in planned):
+        if devices[0] == "cpu" and compiler() is None:
             say(no_compiler())
         on = f"{len(devices)} worker{'s' * (len(devices) > 1)}, {threads} thread{'s' * (threads > 1)} each"
         how = "compiled" if any(job.config.train.compile for job in planned) else "eager: nothing is compiled"

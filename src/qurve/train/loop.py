@@ -64,8 +64,9 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
     settings, device, sequences = config.train, config.train.device, config.sequences
     train_split = data.split("train")
 
-    torch.manual_seed(stream_seed(settings.seed, "dropout"))
     model = GPT(config.model, seed=settings.seed).to(device)
+    # After the model: building it draws numbers, more or fewer by architecture, and dropout starts alike in every arm.
+    torch.manual_seed(stream_seed(settings.seed, "dropout"))
     optimizer = build_optimizer(model, settings)
     loss_of = prepare_loss(
         model, config, batch(config, train_split, training_windows(config, data, 0)[0]), run, progress
