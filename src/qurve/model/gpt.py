@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qurve.config import FORMAT, from_dict
 from qurve.errors import BadInput
+from qurve.files import check_manifest
 from qurve.model.attention import Attention
 from qurve.model.cache import KVCache
 from qurve.model.config import ModelConfig
@@ -78,6 +79,7 @@ class GPT(nn.Module):
             raise BadInput(f"{run.config_file} is of format {tree.get('format')!r}; this version reads format {FORMAT}")
         model = cls(from_dict(ModelConfig, tree.get("model"), "model"))
         file = run.latest_checkpoint() / "model.safetensors"
+        check_manifest(file.parent, file.name)
         try:
             model.load_state_dict(load_file(file))
         except Exception as error:
