@@ -101,39 +101,42 @@ def train(
         if step < 0:
             raise QurveError("the first process refuses to go on; its message says why")
 
-        held.enter_context(machine_settings(config))
-        model = GPT(config.model, seed=config.train.seed).to(config.train.device)
-        loss_module = spread(model, config.train, world)
-        optimizer = build_optimizer(model, config.train)
-        if step:
-            load_checkpoint(run.checkpoint(step), model, optimizer)
-
-        if world.main:
-            written = to_json(config), content_hash(config), describe(config, world)
-            if is_new:
-                run.make()
-                if not is_there:
-                    held.enter_context(claimed(run.path))
-                run.create(*written)
-            else:
+        written = to_json(config), content_hash(config), describe(config, world)
+        begun = is_new
+        if is_new and world.main:
+            run.make()
+            if not is_there:
+                held.enter_context(claimed(run.path))
+            run.create(*written)
+        mirror = None
+        try:
+            held.enter_context(machine_settings(config))
+            model = GPT(config.model, seed=config.train.seed).to(config.train.device)
+            loss_module = spread(model, config.train, world)
+            optimizer = build_optimizer(model, config.train)
+            if step:
+                load_checkpoint(run.checkpoint(step), model, optimizer)
+            if not is_new and world.main:
                 run.go_on(step, *written, changes)
                 progress.note(f"continuing {run.path} after step {step}")
-        world.wait()
-        if wanted.train.compile and not config.train.compile:
-            progress.note(no_compiler())
-        mirror = Mirror.open(config.train.trackers if world.main else (), run, config, step, progress.note)
-        try:
-            training = Training(config, run, data, world, progress, model, loss_module, optimizer, mirror)
+            begun = True
+            world.wait()
+            if wanted.train.compile and not config.train.compile:
+                progress.note(no_compiler())
+            mirror = Mirror.open(config.train.trackers if world.main else (), run, config, step, progress.note)
             with listening(say=world.main) as stop:
+                training = Training(config, run, data, world, progress, model, loss_module, optimizer, mirror)
                 _train(training, step, state, stop)
         except BaseException as error:
-            _say_how_it_ended(run, error, world)
+            if begun and world.main:
+                _say_how_it_ended(run, error)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise QurveError(_disk_full(run, error)) from error
             raise
         finally:
             progress.finish()
-            mirror.close()
+            if mirror is not None:
+                mirror.close()
         if world.main:
             run.set_status("finished", step=config.train.updates)
         world.wait()
@@ -316,17 +319,16 @@ def first_non_finite(model: GPT, loss: Tensor) -> str:
     return "the gradient's norm is not finite"
 
 
-def _say_how_it_ended(run: RunFolder, error: BaseException, world: World) -> None:
+def _say_how_it_ended(run: RunFolder, error: BaseException) -> None:
     status: Status = "failed"
     if isinstance(error, (Stopped, KeyboardInterrupt)):
         status = "stopped"
     elif isinstance(error, Diverged):
         status = "diverged"
-    if world.main:
-        try:
-            run.set_status(status, step=run.last_step(), why=str(error) or type(error).__name__)
-        except OSError as trouble:  # a full disk: what went wrong first is the error, and it is on its way
-            error.add_note(f"{run.status_file} could not be written: {trouble}")
+    try:
+        run.set_status(status, step=run.last_step(), why=str(error) or type(error).__name__)
+    except OSError as trouble:  # a full disk: what went wrong first is the error, and it is on its way
+        error.add_note(f"{run.status_file} could not be written: {trouble}")
 
 
 def _disk_full(run: RunFolder, error: OSError) -> str:
