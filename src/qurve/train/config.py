@@ -76,6 +76,10 @@ class TrainConfig:
     """`cpu`, `cuda`, or `cuda:1`."""
     checkpoint_every: int | None = field(default=None, metadata=NOT_HASHED)
     """Steps between checkpoints; None saves the last alone."""
+    parallel: Literal["ddp", "fsdp"] | None = field(default=None, metadata=NOT_HASHED)
+    """How the processes of one run share the work: `ddp`, each with the whole model, or `fsdp`, each with a part."""
+    activation_checkpointing: bool = field(default=False, metadata=NOT_HASHED)
+    """Compute each block's activations again in the backward pass, not keep them: less memory, the same numbers."""
     log_every: int = field(default=10, metadata=NOT_HASHED)
     """Steps between printed lines where there is no terminal. `metrics.jsonl` holds every step."""
 
