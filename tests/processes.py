@@ -1,4 +1,4 @@
-"""Several processes of one training on this machine, started as torchrun starts them but without its own start-up time."""
+"""Several processes of one training on this machine, started as by torchrun, without the time that takes itself."""
 
 from __future__ import annotations
 
@@ -51,5 +51,6 @@ def together(size: int, *arguments: str, timeout: float = 120) -> list[subproces
         for job in jobs:
             job.kill()
     return [
-        subprocess.CompletedProcess(job.args, job.returncode, *output) for job, output in zip(jobs, outputs, strict=True)
+        subprocess.CompletedProcess(job.args, job.returncode, out, errors)
+        for job, (out, errors) in zip(jobs, outputs, strict=True)
     ]

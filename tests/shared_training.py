@@ -1,6 +1,6 @@
 """A short training on any number of processes, with everything that `qurve.train.distributed` promises them.
 
-    python shared_training.py FILE MODE…      modes: ddp, fsdp; the main process writes what it found to FILE (JSON)
+python shared_training.py FILE MODE…      modes: ddp, fsdp; the main process writes what it found to FILE (JSON)
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_fill_refuses_another_shape_or_dtype() -> None:
 
 
 def test_several_processes_say_how_they_share() -> None:
-    with pytest.raises(BadInput, match="2 processes .* add --parallel ddp or --parallel fsdp"):
+    with pytest.raises(BadInput, match=r"2 processes .* add --parallel ddp or --parallel fsdp"):
         spread(GPT(shared_training.MODEL), shared_training.settings(None), World(0, 2, 0))
 
 
