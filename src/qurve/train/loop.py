@@ -123,7 +123,8 @@ def train(
             world.wait()
             if wanted.train.compile and not config.train.compile:
                 progress.note(no_compiler())
-            mirror = Mirror.open(config.train.trackers if world.main else (), run, config, step, progress.note)
+            first = step + 1 if step else 0
+            mirror = Mirror.open(config.train.trackers if world.main else (), run, config, first, progress.note)
             with listening(say=world.main) as stop:
                 training = Training(config, run, data, world, progress, model, loss_module, optimizer, mirror)
                 _train(training, step, state, stop)
