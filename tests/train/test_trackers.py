@@ -234,6 +234,24 @@ def test_wandb_resumes_as_the_same_run(run: RunFolder, notes: list[str], wandb: 
     assert notes == []
 
 
+@pytest.mark.slow
+def test_wandb_holds_two_runs_of_one_process_apart(
+    run: RunFolder, notes: list[str], wandb: Any, tmp_path: Path
+) -> None:
+    other = RunFolder(tmp_path / "other")
+    other.path.mkdir()
+    mirrors = [open_mirror(folder, notes, "wandb") for folder in (run, other)]
+    for loss, mirror in enumerate(mirrors):
+        mirror.log(update(1, loss=loss))
+    for mirror in mirrors:
+        mirror.close("finished")
+    wandb.teardown()
+    assert notes == []
+    for loss, folder in enumerate((run, other)):
+        charts, _ = told_wandb(offline_folders(folder)[0])
+        assert charts["train/loss"] == {1: loss}
+
+
 def test_wandb_without_a_key_asks_nobody(
     run: RunFolder, notes: list[str], wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,13 +304,14 @@ def test_failure_is_one_note(
     for step in (1, 2, 3):
         mirror.log(update(step))
     mirror.close("finished")
-    mirror.close("finished")
+    assert works.told == [*((step, scalars(update(step))) for step in (1, 2, 3)), "finished"]
     (note,) = notes
+    mirror.close("failed")
+    assert (works.told[-1], notes) == ("finished", [note])
     assert "tensorboard" in note
     assert type(error).__name__ in note
-    assert str(error).splitlines()[:1] == [] or str(error).splitlines()[0] in note
+    assert str(error).partition("\n")[0] in note
     assert "\n" not in note
-    assert works.told == [*((step, scalars(update(step))) for step in (1, 2, 3)), "finished"]
 
 
 def test_tracker_that_can_neither_log_nor_close(
