@@ -131,11 +131,7 @@ def spread(model: GPT, settings: TrainConfig, world: World) -> nn.Module:
     Build the optimiser afterwards, from `model.parameters()`: under `fsdp` they are replaced by sharded ones. Their
     names stay. Take losses, also in evaluation, from the returned module alone, on every process equally often: its
     calls gather the weights. Gradients come out averaged over the processes.
-
-    Raises `BadInput` for several processes without `parallel`.
     """
-    if world.size > 1 and settings.parallel is None:
-        raise BadInput(f"{world.size} processes were started for one run; add --parallel ddp or --parallel fsdp")
     if settings.activation_checkpointing:
         for block in model.blocks:
             # On the instance, not a wrapping module: parameters keep their names, and checkpoints fit any run.
