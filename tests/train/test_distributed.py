@@ -97,6 +97,7 @@ def test_each_process_needs_a_gpu_of_its_own(device: str, message: str, monkeypa
 
 DYING = """
 import os, sys, torch
+from qurve.errors import Diverged
 from qurve.train.distributed import joined
 with joined("cpu") as world:
     for step in range(10**9):
@@ -104,7 +105,7 @@ with joined("cpu") as world:
         if step == 5 and world.rank == 1:
             if sys.argv[1] == "killed":
                 os.kill(os.getpid(), 9)
-            raise SystemExit(3)
+            raise Diverged("the data ended")
 """
 
 
@@ -117,7 +118,8 @@ def test_a_process_that_dies_ends_the_job(end: str, tmp_path: Path) -> None:
         [*command, tmp_path / "dying.py", end], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert job.returncode == 1
-    assert f"exitcode  : {-9 if end == 'killed' else 3}" in job.stderr
+    assert ("exitcode  : -9" if end == "killed" else "Diverged: the data ended") in job.stderr
+    assert "onnection" in job.stderr  # what the other process saw: closed, or reset
 
 
 def test_the_timeout_is_finite() -> None:
