@@ -23,8 +23,8 @@ PROGRAM = str(Path(shared_training.__file__))
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_many_processes_train_like_one(size: int, tmp_path: Path) -> None:
-    # DDP and FSDP2 in one start, which is what takes the time. Each process checks agreements, `fill`, `all_finite` and
-    # activation checkpointing by itself.
+    # DDP and FSDP2 in one start, which is what takes the time. Each process checks agreements, `fill`, `all_finite`,
+    # bf16 and activation checkpointing by itself.
     for process in together(size, "-W", "error", PROGRAM, str(tmp_path / "found.json"), "ddp", "fsdp"):
         assert process.returncode == 0, process.stderr
     one = shared_training.train(None, World())[0]
