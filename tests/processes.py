@@ -34,6 +34,7 @@ def together(size: int, *arguments: str, timeout: float = 120) -> list[subproces
             env=environment(
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
+                LOCAL_WORLD_SIZE=str(size),
                 WORLD_SIZE=str(size),
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=port,

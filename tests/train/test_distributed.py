@@ -16,7 +16,7 @@ from processes import environment, together
 from qurve.errors import BadInput
 from qurve.model.gpt import GPT
 from qurve.train import distributed
-from qurve.train.distributed import World, all_finite, fill, full, joined, launched, spread
+from qurve.train.distributed import TORCHRUN, World, all_finite, fill, full, joined, launched, spread
 
 PROGRAM = str(Path(shared_training.__file__))
 
@@ -58,11 +58,11 @@ def test_activation_checkpointing_computes_each_block_again(monkeypatch: pytest.
 
 
 def test_a_lone_process_is_its_own_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     assert not launched()
     with joined("cpu") as world:
-        assert world == World(0, 1, 0)
+        assert world == World(0, 1, 0, 1)
         assert world.main
         tensor = torch.ones(2)
         assert world.total(tensor) is tensor
@@ -80,15 +80,10 @@ def test_fill_refuses_another_shape_or_dtype() -> None:
             fill(tensor, whole)
 
 
-def test_several_processes_say_how_they_share() -> None:
-    with pytest.raises(BadInput, match=r"2 processes .* add --parallel ddp or --parallel fsdp"):
-        spread(GPT(shared_training.MODEL), shared_training.settings(None), World(0, 2, 0))
-
-
 @pytest.mark.parametrize(("device", "message"), [("cuda:1", "say cuda"), ("cuda", "process 3 .* torch finds 2")])
 def test_each_process_needs_a_gpu_of_its_own(device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3"}.items():
+    for name, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
     assert launched()
     with pytest.raises(BadInput, match=message), joined(device):

@@ -12,19 +12,23 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from qurve.errors import BadInput
 from qurve.model.gpt import GPT
 from qurve.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What torchrun tells each process, in the order of `World`'s fields."""
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """How long a process waits for the others: longer than any step, evaluation or checkpoint should take."""
@@ -38,6 +42,8 @@ class World:
     size: int = 1
     local_rank: int = 0
     """Place among the processes of this machine; also the index of this process's GPU."""
+    local_size: int = 1
+    """How many processes this machine runs."""
 
     @property
     def main(self) -> bool:
@@ -65,9 +71,12 @@ class World:
         self.total(torch.zeros(()))  # on the CPU, whatever the run's device: `barrier` would occupy the GPU
 
 
+ALONE = World()
+
+
 def launched() -> bool:
     """Whether torchrun started this process."""
-    return {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    return set(TORCHRUN) <= os.environ.keys()
 
 
 @contextlib.contextmanager
@@ -78,9 +87,9 @@ def joined(device: str) -> Iterator[World]:
     machine has no GPU for this process. After an error in the block the process is expected to exit. Collective.
     """
     if not launched():
-        yield World()
+        yield ALONE
         return
-    world = World(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    world = World(*(int(os.environ[name]) for name in TORCHRUN))
     backend = "gloo"
     if device != "cpu":
         _take_gpu(device, world)
@@ -123,11 +132,7 @@ def spread(model: GPT, settings: TrainConfig, world: World) -> nn.Module:
     Build the optimiser afterwards, from `model.parameters()`: under `fsdp` they are replaced by sharded ones. Their
     names stay. Take losses, also in evaluation, from the returned module alone, on every process equally often: its
     calls gather the weights. Gradients come out averaged over the processes.
-
-    Raises `BadInput` for several processes without `parallel`.
     """
-    if world.size > 1 and settings.parallel is None:
-        raise BadInput(f"{world.size} processes were started for one run; add --parallel ddp or --parallel fsdp")
     if settings.activation_checkpointing:
         for block in model.blocks:
             # On the instance, not a wrapping module: parameters keep their names, and checkpoints fit any run.
@@ -141,6 +146,9 @@ def spread(model: GPT, settings: TrainConfig, world: World) -> nn.Module:
     # No MixedPrecisionPolicy: it would round gains, biases and the residual stream to bf16, which autocast keeps in
     # float32, and a run would depend on the number of its processes. The root holds both embeddings, so that a tied one
     # has both its uses there; it too is resharded after the forward pass, or evaluation would leave it gathered.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(model.token_embedding.weight.device.type, (world.size,))
     for part in (*model.blocks, loss):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
@@ -150,13 +158,20 @@ def spread(model: GPT, settings: TrainConfig, world: World) -> nn.Module:
 @contextlib.contextmanager
 def accumulating(loss: nn.Module, last: bool) -> Iterator[None]:
     """Around the forward and backward pass of one micro-batch: processes exchange gradients after the `last` alone."""
-    if isinstance(loss, FSDPModule):
-        loss.set_requires_gradient_sync(last)
+    if (sync := getattr(loss, "set_requires_gradient_sync", None)) is not None:  # FSDP
+        sync(last)
     with contextlib.nullcontext() if last or not isinstance(loss, DistributedDataParallel) else loss.no_sync():
         yield
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether this process holds a part of `tensor` alone. Asked in this way since a lone process, whose tensors are
+    whole, starts a second sooner without the import of `DTensor`.
+    """
+    return hasattr(tensor, "full_tensor")
 
 
 @torch.no_grad()
@@ -165,7 +180,7 @@ def full(tensor: Tensor) -> Tensor:
 
     Memory is shared with `tensor` where that is whole and on the CPU already.
     """
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = tensor.full_tensor() if is_sharded(tensor) else tensor
     return whole.detach().cpu()
 
 
@@ -178,7 +193,9 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
     wanted, given = (f"{list(t.shape)} of {t.dtype}" for t in (tensor, whole))
     if wanted != given:
         raise ValueError(f"a tensor {wanted} cannot be filled from one {given}")
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
+        from torch.distributed.tensor import distribute_tensor
+
         part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor, whole = tensor.to_local(), part.to_local()
     tensor.copy_(whole)
@@ -187,8 +204,14 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 @torch.no_grad()
 def all_finite(tensor: Tensor) -> bool:
     """Whether every number of `tensor` is finite, in all parts and on all processes. Collective."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_sharded(tensor) else tensor
     finite = torch.isfinite(local).all().to("cpu", torch.int64)
     if dist.is_initialized():
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     return bool(finite)
+
+
+def gradient_norm(model: GPT) -> Tensor:
+    """The norm of all gradients together, whole on every process. Collective."""
+    norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    return norm.full_tensor() if is_sharded(norm) else norm
