@@ -19,7 +19,8 @@ from pathlib import Path
 from qurve.config import content_hash, differences, from_dict
 from qurve.data.loader import TokenData
 from qurve.errors import EXIT_FAILED, BadInput, Diverged
-from qurve.runfolder import RunFolder, write_atomic
+from qurve.files import write_atomic
+from qurve.runfolder import RunFolder
 from qurve.study.definition import Arm, Study
 from qurve.train.config import RunConfig
 
@@ -51,8 +52,8 @@ def run_study(
     short; an unfinished one is moved aside and made anew. A run that fails stops no other. Raises `BadInput`, before
     anything is made, when a run's folder holds another configuration.
     """
-    from qurve.train.loop import check_windows
     from qurve.train.runtime import available_cores, compiler, no_compiler, resolve, resolve_device
+    from qurve.train.windows import check_windows
 
     jobs = [
         Job(arm, seed, study.run_config(arm, seed), run_path(folder, arm.name, seed))
