@@ -22,7 +22,7 @@ from qurve import presets
 from qurve.cli import COMMANDS, main
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
-from qurve.study import execute
+from qurve.study import local
 from tiny import InProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,9 +124,11 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
     ("command", "flags"),
     [
         ("train", "--out --data --seed --steps --device --precision --set --json"),
-        ("compare", "--out --data --seeds --steps --device --workers --set --json"),
+        ("compare", "--grid --out --data --seeds --steps --device --workers --retries --ray --cpus-per-run --gpus-per-run --set --json"),
         ("prepare", "--out --tokenizer --split --workers --json"),
         ("report", "--json"),
+        ("study", "FOLDER status --json"),
+        ("watch", "RUN|STUDY"),
         ("presets", "--json"),
         ("plan", "--steps --device --set --json"),
     ],
@@ -379,7 +381,7 @@ def compared(study_file: Path, data_folder: Path, tmp_path_factory: pytest.TempP
     """A finished study of two arms and three seeds, and what was printed. Tests only read it."""
     folder = tmp_path_factory.mktemp("compared") / "study"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "ProcessPoolExecutor", InProcess)
+        patch.setattr(local, "ProcessPoolExecutor", InProcess)
         done = call("compare", study_file, "--data", data_folder, "--out", folder, "--workers", 2, "--json")
     assert done.code == 0, done.err
     return folder, done
@@ -456,17 +458,18 @@ def test_compare_refuses_a_changed_setting_and_touches_nothing(again: Callable[.
     assert snapshot(study) == before
 
 
-def test_compare_makes_an_unfinished_run_anew(
+def test_compare_continues_an_unfinished_run(
     again: Callable[..., Outcome], study: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
     path = study / "runs" / "wide" / "seed-2"
     losses = [line["loss"] for line in RunFolder(path).train_lines()]
+    shutil.rmtree(RunFolder(path).checkpoint(3))
     RunFolder(path).set_status("running", step=1)
     done = again("--json")
     assert done.code == 0
     assert "5 of 6 runs are made already and kept" in words(done.err)
-    assert (study / "runs" / "wide" / "seed-2.unfinished-1" / "metrics.jsonl").exists()
+    assert "1 that was begun will be continued" in words(done.err)
     assert RunFolder(path).status()["status"] == "finished"
     assert [line["loss"] for line in RunFolder(path).train_lines()] == losses
     assert [row["seeds_n"] for row in done.json["rows"]] == [3, 3]
