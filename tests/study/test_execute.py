@@ -529,7 +529,9 @@ def test_an_interrupted_study_has_its_run_save_and_goes_on_from_there(
     script.write_text(INTERRUPTED)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, script, tmp_path / "study", data_folder]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as parent:
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
         try:
             while not run_folder.metrics_file.exists() or run_folder.last_step() < 3:
                 assert parent.poll() is None

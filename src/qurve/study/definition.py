@@ -136,6 +136,8 @@ def load_study(name: str) -> Study:
 
 
 MOST_POINTS = 1000
+MOST_LETTERS = 100
+"""Of a point's name, which becomes a folder."""
 
 
 def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -> Study:
@@ -155,7 +157,8 @@ def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -
     names = _short_names(list(axes))
     arms: dict[str, Arm] = {}
     for values in itertools.product(*axes.values()):
-        label = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        parts = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        label = ", ".join(parts)
         try:
             config = apply_settings(base, [f"{path}={value}" for path, value in zip(axes, values, strict=True)])
         except BadInput as error:
@@ -163,7 +166,7 @@ def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -
         key = content_hash(config)
         if key in arms:
             raise BadInput(f"--grid: the points {arms[key].label} and {label} are the same configuration")
-        name = re.sub(r"[^A-Za-z0-9._=@+-]+", "-", label.replace(", ", "+")).strip("-")[:100]
+        name = "+".join(re.sub(r"[^A-Za-z0-9._=@+-]+", "-", part).strip("-") for part in parts)[:MOST_LETTERS]
         taken = {arm.name for arm in arms.values()}
         arms[key] = Arm(name if name not in taken else f"{name}-{len(arms) + 1}", label, config)
     first = next(iter(arms.values()))
