@@ -35,7 +35,8 @@ def another(hint: Any, value: Any) -> Any:
     if typing.get_origin(member) is typing.Literal:
         return next(a for a in typing.get_args(member) if a != value)
     if typing.get_origin(member) is tuple:
-        return (*value, "test")
+        item = typing.get_args(member)[0]
+        return (*value, "test" if item is str else another(item, None))
     if member is bool:
         return not value
     if member is int:

@@ -16,7 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leaves import Leaf, another, leaves
-from qurve.config import Choice, apply_settings, content_hash, differences, from_dict, from_json, to_dict, to_json
+from qurve.config import (
+    Choice,
+    apply_settings,
+    content_hash,
+    differences,
+    from_dict,
+    from_json,
+    hashed_differences,
+    hashed_leaves,
+    to_dict,
+    to_json,
+)
 from qurve.errors import BadInput, did_you_mean
 from qurve.model.config import ModelConfig
 from qurve.projections import Bottleneck, Identity, Linear, ProjectionConfig, Residual
@@ -149,6 +160,13 @@ NOT_HASHED = {
     "data.tokenizer",
     "train.stop_at",
     "train.checkpoint_every",
+    "train.keep",
+    "train.keep_every",
+    "train.loss_bound",
+    "train.loss_bound_steps",
+    "train.parallel",
+    "train.activation_checkpointing",
+    "train.trackers",
     "train.log_every",
 }
 """Where and how a run is stored, logged, checkpointed or stopped. (The data itself counts by its fingerprint.)"""
@@ -307,7 +325,13 @@ def test_differences_name_the_leaves() -> None:
         f"model.query.{field.name}": None for field in dataclasses.fields(Bottleneck)
     }
     assert differences(changed, RICH)["train.lr"] == (1e-3, 6e-4)
-    assert differences(TrainConfig(lr=1.0), TrainConfig(), "train")["train.lr"] == (1.0, 6e-4)
+
+
+@every_leaf
+def test_hashed_differences_see_what_the_hash_sees(leaf: Leaf) -> None:
+    changed = with_leaf(RICH, leaf.path, another(leaf.hint, leaf.value))
+    assert list(hashed_differences(RICH, changed)) == ([] if leaf.path in NOT_HASHED else [leaf.path])
+    assert (leaf.path in hashed_leaves(RICH)) == (leaf.path not in NOT_HASHED)
 
 
 @every_leaf

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qurve import runfolder
 from qurve.errors import BadInput
-from qurve.model.gpt import GPT
-from qurve.runfolder import RunFolder, write_atomic
-from qurve.train import checkpoint
-from tiny import tiny
+from qurve.runfolder import RunFolder
 
 
 @pytest.fixture
@@ -42,30 +38,6 @@ def test_making_the_object_makes_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_file(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "status.json"
-    write_atomic(file, "old")
-
-    def fail(*args: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, failing, fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(file, "new and longer")
-    assert file.read_text() == "old"
-
-
-def test_a_write_is_on_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("fsync"), fsync(handle)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("replace"), replace(a, b)))
-    write_atomic(tmp_path / "file", "text")
-    assert done == ["fsync", "replace"]
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
 def test_facts_are_added_to_the_environment(run: RunFolder) -> None:
     run.add_to_environment({"compiled": True})
     assert run.environment() == {"format": 1, "torch": "2", "compiled": True}
@@ -73,8 +45,9 @@ def test_facts_are_added_to_the_environment(run: RunFolder) -> None:
 
 def test_used_folders_are_refused(run: RunFolder, tmp_path: Path) -> None:
     before = run.status_file.read_bytes()
-    with pytest.raises(BadInput, match=r"is not empty; give another --out"):
-        run.create("{}", "", {})
+    for refuse in (run.refuse_used, run.refuse_foreign, lambda: run.create("{}", "", {})):
+        with pytest.raises(BadInput, match=r"holds a run; continue it with --resume auto, or give another --out"):
+            refuse()
     assert run.status_file.read_bytes() == before
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match=r"is a file"):
@@ -87,6 +60,65 @@ def test_a_folder_that_holds_prepared_data_alone_is_taken(tmp_path: Path) -> Non
     (tmp_path / "data").mkdir()
     RunFolder(tmp_path).create("{}", "", {})
     assert RunFolder(tmp_path).status()["status"] == "running"
+
+
+@pytest.mark.parametrize("foreign", ["notes.txt", "model.safetensors", ".git"])
+def test_a_folder_of_something_else_is_refused(foreign: str, tmp_path: Path) -> None:
+    (tmp_path / foreign).touch()
+    run = RunFolder(tmp_path)
+    with pytest.raises(BadInput, match="is not empty"):
+        run.refuse_used()
+    for refuse in (run.refuse_foreign, lambda: run.create("{}", "", {})):
+        with pytest.raises(BadInput, match=f"holds {foreign} and no run"):
+            refuse()
+    assert [entry.name for entry in tmp_path.iterdir()] == [foreign]
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3, 4])
+def test_a_creation_that_was_killed_is_no_run_and_can_be_made_again(
+    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = []
+    write = runfolder.write_atomic
+
+    def killed(path: Path, text: str) -> None:
+        writes.append(path)
+        if len(writes) == killed_at:
+            path.with_name(f".{path.name}.1234.part").write_text(text)  # what a SIGKILL leaves
+            raise KeyboardInterrupt
+        write(path, text)
+
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(runfolder, "write_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.create('{"format": 1}', "abc", {"torch": "2"})
+    assert not run.is_begun()
+    run.create('{"format": 1}', "abc", {"torch": "2"})
+    assert run.status()["status"] == "running"
+
+
+def test_going_on_trims_the_metrics_and_says_so(run: RunFolder) -> None:
+    for step in (1, 2, 3):
+        run.append(line(step))
+        run.append({"step": step, "split": "val", "loss": 2.0, "tokens": 8})
+    run.metrics_file.write_bytes(run.metrics_file.read_bytes()[:-3])
+    (run.path / ".status.json.99.part").touch()
+    run.go_on(2, '{"format": 1, "model": {"d_model": 8}}', "def", {"torch": "3"}, {"model.d_model": [4, 8]})
+    assert [(entry["step"], "split" in entry) for entry in run.metrics()] == [
+        (1, False),
+        (1, True),
+        (2, False),
+        (2, True),
+    ]
+    assert run.config_json() == ({"format": 1, "model": {"d_model": 8}}, "def")
+    assert run.environment()["torch"] == "2"
+    assert run.environment()["resumed"] == [
+        {"step": 2, "earlier_hash": "abc", "changed": {"model.d_model": [4, 8]}, "torch": "3"}
+    ]
+    assert run.earlier_hashes() == ["abc"]
+    assert run.status() == {"format": 1, "status": "running", "step": 2, "why": ""}
+    assert not list(run.path.glob(".*"))
 
 
 def test_only_a_run_that_says_running_is_marked_dead(run: RunFolder, tmp_path: Path) -> None:
@@ -169,25 +201,13 @@ def test_damaged_files_are_named(text: str, message: str, run: RunFolder) -> Non
 def test_latest_checkpoint_is_the_highest_step_and_whole(run: RunFolder) -> None:
     with pytest.raises(BadInput, match="holds no checkpoint"):
         run.latest_checkpoint()
+    for name in ("latest", "damaged-9000-1", "step-12", "step-0000900x"):
+        (run.checkpoints / name).mkdir()
+    assert run.checkpoint_steps() == []
     for step in (900, 1_000, 20):
         run.checkpoint(step).mkdir()
     (run.checkpoints / f".{run.checkpoint(5_000).name}.part").mkdir()
     assert run.latest_checkpoint() == run.checkpoint(1_000)
-    run.checkpoint(20_000).mkdir()
-    assert run.latest_checkpoint() == run.checkpoint(20_000)
-
-
-def test_a_checkpoint_that_is_cut_short_never_takes_its_name(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path, text: str) -> None:
-        raise KeyboardInterrupt
-
-    model = GPT(tiny().model)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_atomic", fail)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.save_checkpoint(run, 7, model)
-    with pytest.raises(BadInput, match="holds no checkpoint"):
-        run.latest_checkpoint()
-    checkpoint.save_checkpoint(run, 7, model)
-    assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000007"]
-    assert json.loads((run.latest_checkpoint() / "state.json").read_text())["step"] == 7
+    run.checkpoint(100_000_000).mkdir()
+    assert run.latest_checkpoint() == run.checkpoint(100_000_000)
+    assert run.checkpoint_steps() == [20, 900, 1_000, 100_000_000]

@@ -192,12 +192,28 @@ def train(
     preset: Annotated[
         Positional[str], arg(metavar="PRESET", help="A name from `qurve presets`, e.g. smoke or paper/res-gelu-best.")
     ],
-    out: Annotated[Path, arg(metavar="DIR", help="The new run's folder.")],
+    out: Annotated[Path, arg(metavar="DIR", help="The run's folder.")],
     data: Data = None,
+    resume: Annotated[
+        Literal["never", "auto"],
+        option(metavar="never|auto", help="auto: go on with the run in DIR, if there is one. Default: never."),
+    ] = "never",
+    changed: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        option(metavar="PATH", help="A field that a resumed run may have other than before, e.g. train.lr."),
+    ] = (),
     seed: Annotated[
         int | None, option(metavar="N", help="Varies initial weights, dropout, and the order of the data.")
     ] = None,
     steps: Annotated[int | None, option(metavar="N", help="Updates of the full schedule.")] = None,
+    stop_at: Annotated[int | None, option(metavar="N", help="Stop after this step of the schedule.")] = None,
+    checkpoint_every: Annotated[
+        int | None, option(metavar="N", help="Steps between checkpoints. Default: after every evaluation.")
+    ] = None,
+    parallel: Annotated[
+        Literal["ddp", "fsdp"] | None,
+        option(metavar="ddp|fsdp", help="Under torchrun: each process has the whole model, or a part of it."),
+    ] = None,
     device: Device = None,
     precision: Annotated[
         Literal["auto", "float32", "bf16"] | None,
@@ -206,19 +222,30 @@ def train(
     settings: Settings = (),
     as_json: Json = False,
 ) -> int:
-    """Train one model into a run folder."""
+    """Train one model into a run folder. Under torchrun, every process runs this command."""
     from qurve.train.data import open_data
 
-    config = _preset(preset, settings, seed=seed, steps=steps, device=device, precision=precision)
+    options = {"steps": steps, "stop_at": stop_at, "checkpoint_every": checkpoint_every, "parallel": parallel}
+    config = _preset(preset, settings, seed=seed, device=device, precision=precision, **options)
     if data is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data)))
-    RunFolder(out).refuse_used()
+    if resume == "never":
+        RunFolder(out).refuse_used()
+    from qurve.train.distributed import joined
     from qurve.train.loop import train as train_model
-    from qurve.train.progress import for_console
+    from qurve.train.progress import Progress, for_console
 
     console = _console(as_json)
-    with _nothing_created_when_refused(out):
-        run = train_model(config, out, open_data(config.data, out / "data"), for_console(console))
+    with joined(config.train.device) as world, _nothing_created_when_refused(out, world.main):
+        if world.main:
+            opened = open_data(config.data, out / "data")
+        world.wait()  # the embedded corpus is prepared once
+        if not world.main:
+            opened = open_data(config.data, out / "data")
+        progress = for_console(console) if world.main else Progress()
+        run = train_model(config, out, opened, progress, resume=resume, changed=changed, world=world)
+        if not world.main:
+            return 0
     last, evaluations = run.train_lines()[-1], [line for line in run.metrics() if "split" in line]
     figures = {
         "run": str(run.path),
@@ -411,13 +438,13 @@ def _refuse_foreign_study(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _nothing_created_when_refused(folder: Path) -> Iterator[None]:
+def _nothing_created_when_refused(folder: Path, mine: bool = True) -> Iterator[None]:
     """Remove `folder` and the parents made for it when the input is refused after the corpus was prepared in it."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         yield
     except BadInput:
-        if made and not RunFolder(folder).config_file.exists() and not (folder / "runs").exists():
+        if mine and made and not RunFolder(folder).config_file.exists() and not (folder / "runs").exists():
             shutil.rmtree(folder, ignore_errors=True)
             for parent in made[1:]:
                 with contextlib.suppress(OSError):

@@ -116,9 +116,21 @@ def content_hash(config: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def differences(a: Any, b: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+def differences(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
     """The leaves in which two configurations differ: `{"train.lr": (0.001, 0.002), …}`."""
-    left, right = _flatten(to_dict(a), path), _flatten(to_dict(b), path)
+    return _differences(_flatten(to_dict(a), ""), _flatten(to_dict(b), ""))
+
+
+def hashed_leaves(config: Any) -> dict[str, Any]:
+    """Every leaf that can change the numbers, by path: two configurations with equal ones have one content hash."""
+    return _flatten(_hashed(from_dict(type(config), to_dict(config))), "")
+
+
+def hashed_differences(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
+    return _differences(hashed_leaves(a), hashed_leaves(b))
+
+
+def _differences(left: dict[str, Any], right: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {
         key: (left.get(key), right.get(key))
         for key in dict.fromkeys([*left, *right])

@@ -1,7 +1,7 @@
 """What can go wrong, and the exit code each kind ends in.
 
 Exit codes of every command: 0 done; 1 a run or a check failed; 2 the input was refused (nothing was created);
-3 the training diverged; 130 interrupted.
+3 the training diverged; 130 stopped by Ctrl-C or SIGTERM (a training has finished its step and saved).
 """
 
 from __future__ import annotations
@@ -28,9 +28,15 @@ class BadInput(QurveError, ValueError):
 
 
 class Diverged(QurveError):
-    """The loss or a gradient stopped being finite."""
+    """The loss or a gradient stopped being finite, or the loss stayed above its bound."""
 
     exit_code = EXIT_DIVERGED
+
+
+class Stopped(QurveError):
+    """Training was asked to stop, finished its step and saved: it can be continued."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

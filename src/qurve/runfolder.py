@@ -3,7 +3,7 @@
     config.json        the resolved configuration and its hash
     environment.json   versions, hardware, commit
     metrics.jsonl      the truth; one object a line
-    checkpoints/       step-00000400/model.safetensors, and beside it state.json
+    checkpoints/       step-00000400/: model.safetensors, optimizer.safetensors, state.json, and their manifest.json
     data/              the embedded corpus, where the run had no other data
     status.json        {"status": running | finished | diverged | failed | stopped, "why": …, "step": …}
 
@@ -16,25 +16,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from qurve.errors import BadInput
+from qurve.files import LOCK, write_atomic
 
 FORMAT = 1
 
 Status = Literal["running", "finished", "diverged", "failed", "stopped"]
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a whole file or nothing: to a neighbour first, then renamed over the old one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 class RunFolder:
@@ -51,23 +43,68 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------------------ writing
 
     def create(self, config_json: str, config_hash: str, environment: dict[str, Any]) -> None:
-        """Start a run: refuses a folder that holds anything already, so that nothing is ever overwritten."""
-        self.refuse_used()
+        """Start a run; refuses a folder that holds one, or anything else, so that nothing is ever overwritten.
+
+        `config.json` comes last: a folder without it holds no run, whatever a killed process began.
+        """
+        self.refuse_foreign()
+        self.make()
+        self.checkpoints.mkdir(exist_ok=True)
+        write_atomic(self.environment_file, json.dumps({"format": FORMAT, **environment}, indent=2) + "\n")
+        write_atomic(self.metrics_file, "")
+        self.set_status("running", step=0)
+        self.write_config(config_json, config_hash)
+
+    def make(self) -> None:
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadInput(f"{self.path} cannot be made ({error.strerror}); give another --out") from None
+
+    def write_config(self, config_json: str, config_hash: str) -> None:
         write_atomic(self.config_file, json.dumps({**json.loads(config_json), "hash": config_hash}, indent=2) + "\n")
-        write_atomic(self.environment_file, json.dumps({"format": FORMAT, **environment}, indent=2) + "\n")
-        self.metrics_file.touch()
-        self.set_status("running", step=0)
 
     def refuse_used(self) -> None:
         """Raise `BadInput` unless the folder can take a new run: it is not there, or holds prepared data alone."""
+        self._refuse_file()
+        if self.is_begun():
+            raise BadInput(f"{self.path} holds a run; continue it with --resume auto, or give another --out")
+        if self.path.exists() and any(entry.name not in ("data", LOCK) for entry in self.path.iterdir()):
+            raise BadInput(f"{self.path} is not empty; give another --out, or remove it first")
+
+    def is_begun(self) -> bool:
+        """Whether the folder holds a run."""
+        return self.config_file.exists()
+
+    def refuse_foreign(self) -> None:
+        """Raise `BadInput` for a run, and for anything that is not what a run's killed creation leaves behind."""
+        self._refuse_file()
+        if self.is_begun():
+            raise BadInput(f"{self.path} holds a run; continue it with --resume auto, or give another --out")
+        own = (self.environment_file, self.metrics_file, self.status_file, self.checkpoints)
+        for entry in self.path.iterdir() if self.path.exists() else ():
+            if not (entry.name in ("data", LOCK) or entry in own or re.fullmatch(r"\..*\.part", entry.name)):
+                raise BadInput(f"{self.path} holds {entry.name} and no run; give another --out")
+
+    def _refuse_file(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file; give another --out")
-        if self.path.exists() and any(entry.name != "data" for entry in self.path.iterdir()):
-            raise BadInput(f"{self.path} is not empty; give another --out, or remove it first")
+
+    def go_on(
+        self, step: int, config_json: str, config_hash: str, environment: dict[str, Any], changes: dict[str, Any]
+    ) -> None:
+        """Continue the run after `step`: metrics of later steps go, and where it goes on is noted."""
+        entry = {"step": step, "earlier_hash": self.config_json()[1], "changed": changes, **environment}
+        for left_over in self.path.glob(".*.part"):
+            left_over.unlink()
+        self.add_to_environment({"resumed": [*self.environment().get("resumed", ()), entry]})
+        self.write_config(config_json, config_hash)
+        self.trim_metrics(step)
+        self.set_status("running", step=step)
+
+    def earlier_hashes(self) -> list[str]:
+        """Hashes of the configurations that this run had before it was continued with changes."""
+        return [entry["earlier_hash"] for entry in self.environment().get("resumed", ())]
 
     def add_to_environment(self, facts: dict[str, Any]) -> None:
         write_atomic(self.environment_file, json.dumps({**self.environment(), **facts}, indent=2) + "\n")
@@ -86,6 +123,11 @@ class RunFolder:
         """Append one metrics line, whole: one write, then flushed. Numbers are written in full."""
         with open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def trim_metrics(self, step: int) -> None:
+        """Drop what was measured after `step`, and a torn last line: a continued run measures it again."""
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        write_atomic(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
@@ -125,12 +167,16 @@ class RunFolder:
     def last_step(self) -> int:
         return max((line["step"] for line in self.train_lines()), default=0)
 
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending: one takes its name when it is whole."""
+        names = (folder.name for folder in self.checkpoints.glob("step-*")) if self.checkpoints.is_dir() else ()
+        return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name))
+
     def latest_checkpoint(self) -> Path:
-        """The newest complete checkpoint's folder (an incomplete one has no such name: it is renamed when whole)."""
-        steps = sorted(self.checkpoints.glob("step-" + "[0-9]" * 8)) if self.checkpoints.is_dir() else []
+        steps = self.checkpoint_steps()
         if not steps:
             raise BadInput(f"{self.path} holds no checkpoint (looked for {self.checkpoints}/step-*)")
-        return steps[-1]
+        return self.checkpoint(steps[-1])
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 import qurve
 from qurve.config import content_hash, to_json
 from qurve.errors import BadInput
+from qurve.files import write_manifest
 from qurve.model.cache import KVCache
 from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
@@ -24,6 +25,8 @@ from qurve.projections import Bottleneck, Identity, ProjectionConfig, Residual
 from qurve.runfolder import RunFolder
 from qurve.train.checkpoint import save_checkpoint
 from qurve.train.config import RunConfig
+from qurve.train.distributed import ALONE
+from qurve.train.optim import build_optimizer
 
 TINY = ModelConfig(n_layers=2, d_model=12, n_heads=3, d_ff=20, context=11, vocab_size=17)
 QUERIES: dict[str, ProjectionConfig] = {kind: cls() for kind, cls in ProjectionConfig.registry.items()}
@@ -254,9 +257,9 @@ def trained(tmp_path: Path) -> tuple[GPT, RunFolder]:
     config = RunConfig(dataclasses.replace(TINY, query=Bottleneck(width=5), key=Residual(), dropout=0.1))
     run = RunFolder(tmp_path / "run")
     run.create(to_json(config), content_hash(config), {})
-    save_checkpoint(run, 9, GPT(config.model, seed=3))
-    model = GPT(config.model, seed=4)
-    save_checkpoint(run, 10, model)
+    for step, seed in ((9, 3), (10, 4)):
+        model = GPT(config.model, seed=seed)
+        save_checkpoint(run, step, model, build_optimizer(model, config.train), {}, ALONE)
     return model, run
 
 
@@ -278,10 +281,10 @@ def test_what_is_no_run_is_named(trained: tuple[GPT, RunFolder], tmp_path: Path)
     whole = file.read_bytes()
     for broken in (whole[: len(whole) // 2], whole[:4], b""):
         file.write_bytes(broken)
-        with pytest.raises(BadInput, match=r"step-00000010/model\.safetensors does not hold this run's model"):
+        with pytest.raises(BadInput, match=r"step-00000010/model\.safetensors is damaged: it has \d+ bytes, not \d+"):
             GPT.from_run(run.path)
     file.unlink()
-    with pytest.raises(BadInput, match=r"model\.safetensors does not hold this run's model"):
+    with pytest.raises(BadInput, match=r"model\.safetensors is missing"):
         GPT.from_run(run.path)
     for checkpoint in run.checkpoints.iterdir():
         checkpoint.rename(run.path / checkpoint.name)
@@ -303,8 +306,29 @@ def test_weights_of_another_model_are_refused(change: Any, message: str, trained
     state = load_file(file)
     change(state)
     save_file(state, file)
+    (file.parent / "manifest.json").unlink()
+    write_manifest(file.parent)
     with pytest.raises(BadInput, match=rf"(?s)model\.safetensors does not hold this run's model.*{message}"):
         GPT.from_run(trained[1].path)
+
+
+def test_a_flipped_bit_is_refused(trained: tuple[GPT, RunFolder]) -> None:
+    file = trained[1].checkpoint(10) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BadInput, match=r"step-00000010/model\.safetensors is damaged: its sha256 is"):
+        GPT.from_run(trained[1].path)
+
+
+@pytest.mark.parametrize("size", ["n_layers", "d_ff", "context", "vocab_size"])
+def test_sizes_that_the_file_does_not_bear_out_take_no_memory(size: str, trained: tuple[GPT, RunFolder]) -> None:
+    run = trained[1]
+    tree = json.loads(run.config_file.read_text())
+    tree["model"][size] = 10**9
+    run.config_file.write_text(json.dumps(tree))
+    with pytest.raises(BadInput, match=r"(?s)does not hold this run's model: .*1000000000"):
+        GPT.from_run(run.path)
 
 
 def test_a_spoilt_configuration_is_refused(trained: tuple[GPT, RunFolder]) -> None:

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from qurve.config import content_hash
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
-from qurve.runfolder import RunFolder
 from qurve.files import LOCK, claimed
+from qurve.runfolder import RunFolder
 from qurve.study import execute, jobs, local
 from qurve.study.definition import Arm, Study
 from qurve.study.execute import run_study

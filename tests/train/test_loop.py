@@ -20,7 +20,7 @@ from qurve.data.loader import TokenData
 from qurve.errors import BadInput, Diverged
 from qurve.model.gpt import GPT
 from qurve.runfolder import RunFolder
-from qurve.train import loop
+from qurve.train import loop, windows
 from qurve.train.config import RunConfig
 from qurve.train.loop import train
 from qurve.train.progress import Progress
@@ -167,9 +167,22 @@ def test_hash_sees_what_changes_the_numbers_and_nothing_else() -> None:
 def test_checkpoint_holds_every_tensor_once_and_its_state(finished: RunFolder) -> None:
     folder = finished.latest_checkpoint()
     assert folder.name == "step-00000004"
-    assert sorted(entry.name for entry in folder.iterdir()) == ["model.safetensors", "state.json"]
+    assert sorted(entry.name for entry in folder.iterdir()) == [
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
     state = json.loads((folder / "state.json").read_text())
-    assert state == {"format": 1, "step": 4, "config_hash": finished.config_json()[1]}
+    assert state == {
+        "format": 2,
+        "step": 4,
+        "order_position": 4,
+        "loss_above_bound": 0,
+        "val_loss": finished.eval_lines()[-1]["loss"],
+        "config_hash": finished.config_json()[1],
+        "data_fingerprint": finished.config_json()[0]["data"]["fingerprint"],
+    }
     saved, model = weights(finished), GPT(tiny().model)
     assert {k: v.shape for k, v in saved.items()} == {k: v.shape for k, v in model.state_dict().items()}
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
@@ -183,8 +196,8 @@ def test_model_from_a_run_gives_its_last_evaluation_again(finished: RunFolder, d
 
 
 def test_checkpoints_at_intervals_are_those_of_their_step(data: TokenData, tmp_path: Path) -> None:
-    run = train(tiny("train.steps=5", "train.checkpoint_every=2"), tmp_path / "run", data)
-    assert sorted(p.name for p in run.checkpoints.iterdir()) == [f"step-0000000{k}" for k in (2, 4, 5)]
+    run = train(tiny("train.steps=5", "train.checkpoint_every=2", "train.keep=9"), tmp_path / "run", data)
+    assert run.checkpoint_steps() == [2, 4, 5]
     stopped = train(tiny("train.steps=5", "train.stop_at=2"), tmp_path / "stopped", data)
     assert [line["step"] for line in stopped.train_lines()] == [1, 2]
     ours, theirs = weights(run, 2), weights(stopped, 2)
@@ -208,7 +221,7 @@ def test_accumulated_micro_batches_train_as_the_whole_step(
 
 
 def test_accumulation_hands_each_part_of_the_step_on_once(data: TokenData) -> None:
-    whole, parts = loop.training_windows(resolve(tiny("train.micro_batch=1"), data), data, 3)
+    whole, parts = windows.training_windows(resolve(tiny("train.micro_batch=1"), data), data, 3)
     assert [len(part) for part in parts] == [1, 1, 1, 1]
     assert np.concatenate(parts).tolist() == whole.tolist()
     assert len(set(whole.tolist())) == 4
@@ -352,14 +365,14 @@ def test_evaluation_windows_are_the_same_for_every_arm_and_seed(setting: Sequenc
         ("train.micro_batch=1",),
     )
     for split in ("val", "train"):
-        tables = [loop.evaluation_windows(tiny(*setting, *more), data, split, 4).tolist() for more in changes]
+        tables = [windows.evaluation_windows(tiny(*setting, *more), data, split, 4).tolist() for more in changes]
         assert len(tables[0]) == 6
         assert all(table == tables[0] for table in tables)
 
 
 def test_paper_evaluates_on_new_windows_each_time_and_other_orders_on_the_same(data: TokenData) -> None:
-    fixed = [loop.evaluation_windows(tiny(), data, "val", step).tolist() for step in (0, 2)]
-    paper = [loop.evaluation_windows(tiny(*PAPER_ORDER), data, "val", step).tolist() for step in (0, 2)]
+    fixed = [windows.evaluation_windows(tiny(), data, "val", step).tolist() for step in (0, 2)]
+    paper = [windows.evaluation_windows(tiny(*PAPER_ORDER), data, "val", step).tolist() for step in (0, 2)]
     assert fixed[0] == fixed[1]
     assert paper[0] != paper[1]
 
@@ -442,13 +455,13 @@ def test_a_gradient_that_is_not_finite_is_named_and_its_update_not_made(
         return torch.full_like(gradient, bad) if len(calls) == 3 else gradient
 
     models = plant(monkeypatch, lambda model: model.blocks[0].attention.output.weight.register_hook(third))
-    config = tiny("train.checkpoint_every=1", "eval.every=100")
+    config = tiny("train.checkpoint_every=1", "eval.every=100", "train.keep=1")
     with pytest.raises(Diverged, match=r"step 3: the gradient of blocks\.0\.attention\.output\.weight is not finite"):
         train(config, tmp_path / "run", data)
     run = RunFolder(tmp_path / "run")
     assert run.status()["status"] == "diverged"
     assert run.status()["step"] == run.last_step() == 2
-    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000001", "step-00000002"]
+    assert run.checkpoint_steps() == [2]
     before = weights(run, 2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in models[0].state_dict().items())
 
@@ -557,15 +570,29 @@ def test_damaged_data_is_named_when_it_is_met(data_folder: Path, tmp_path: Path)
     assert RunFolder(tmp_path / "run").status()["status"] == "failed"
 
 
-def test_dropout_starts_alike_in_every_arm(data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = []
+def random_states(run: Path, data: TokenData, monkeypatch: pytest.MonkeyPatch, *settings: str) -> list[bytes]:
+    """torch's random state as each micro-batch of training finds it."""
+    states: list[bytes] = []
+    loss = GPT.loss
 
-    def look(*args: Any) -> Any:
-        states.append(torch.get_rng_state())
-        raise KeyboardInterrupt
+    def looking(self: GPT, *batch: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            states.append(torch.get_rng_state().numpy().tobytes())
+        return loss(self, *batch)
 
-    monkeypatch.setattr(loop, "prepare_loss", look)
-    for arm in ("model.query=linear", "model.query=bottleneck", "model.d_ff=96", "model.n_layers=3"):
-        with pytest.raises(KeyboardInterrupt):
-            train(tiny("model.dropout=0.1", arm), tmp_path / arm, data)
-    assert all(torch.equal(state, states[0]) for state in states)
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "loss", looking)
+        train(tiny("model.dropout=0.1", "train.steps=2", *settings), run, data)
+    return states
+
+
+def test_random_numbers_depend_on_seed_step_and_place_alone(
+    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = random_states(tmp_path / "halves", data, monkeypatch, "train.micro_batch=2")
+    assert len(set(halves)) == 4
+    for arm in ("model.query=bottleneck", "model.d_ff=96", "model.n_layers=3", "eval.every=1"):
+        assert random_states(tmp_path / arm, data, monkeypatch, "train.micro_batch=2", arm) == halves
+    whole = random_states(tmp_path / "whole", data, monkeypatch)
+    assert whole == [halves[0], halves[2]]
+    assert set(random_states(tmp_path / "seed", data, monkeypatch, "train.seed=2")).isdisjoint(halves)

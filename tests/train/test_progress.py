@@ -35,7 +35,7 @@ def test_a_log_has_a_line_every_few_steps_the_last_and_every_evaluation(data: To
 def test_time_left_is_that_of_the_steps_left() -> None:
     to, stream = console(terminal=False)
     log = LogLines(to)
-    log.start(10, log_every=2)
+    log.start(10, log_every=2, done=0)
     log.updated({"step": 2, "loss": 1.0, "tokens": 200, "seconds": 4.0})
     assert stream.getvalue() == "step 2/10  loss 1.0000  50 tokens/s  16 s left\n"
 

@@ -31,6 +31,7 @@ from qurve.data.loader import FORMAT, MANIFEST, SHARD_NAME, SPLITS, fingerprint_
 from qurve.data.progress import Progress
 from qurve.data.sources import Sources
 from qurve.errors import BadInput
+from qurve.files import LOCK, claimed
 
 SPLIT_SEED = 2357
 NANOGPT_FRACTION = 0.0005
@@ -171,20 +172,14 @@ def _split_rule(fraction: float | None, counts: dict[str, dict[str, int]]) -> di
 @contextmanager
 def _claimed(out: Path) -> Iterator[None]:
     """Make the folder and keep other processes from preparing into it; a folder made for nothing goes again."""
-    import fcntl
-
     made = [place for place in (out, *out.parents) if not place.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise BadInput(f"{out} cannot be the output folder ({error.strerror}); give another --out") from None
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInput(f"another process is preparing data in {out}; wait for it, or give another --out") from None
-        yield
+        with claimed(out):
+            yield
     except BadInput:
         for place in made:
             try:
@@ -192,8 +187,6 @@ def _claimed(out: Path) -> Iterator[None]:
             except OSError:
                 break  # not empty: not ours alone
         raise
-    finally:
-        os.close(handle)
 
 
 def _same_or_refuse(
@@ -214,7 +207,8 @@ def _same_or_refuse(
 
 def _refuse_foreign(out: Path) -> None:
     for entry in out.iterdir():
-        raise BadInput(f"{out} is not empty (it holds {entry.name}); give another --out")
+        if entry.name != LOCK:
+            raise BadInput(f"{out} is not empty (it holds {entry.name}); give another --out")
 
 
 def _remove_unfinished(out: Path) -> None:

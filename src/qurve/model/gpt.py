@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qurve.config import FORMAT, from_dict
 from qurve.errors import BadInput
+from qurve.files import check_manifest
 from qurve.model.attention import Attention
 from qurve.model.cache import KVCache
 from qurve.model.config import ModelConfig
@@ -70,16 +71,25 @@ class GPT(nn.Module):
     @classmethod
     def from_run(cls, folder: str | os.PathLike[str]) -> GPT:
         """The newest checkpoint of a run's folder, in evaluation mode, on the CPU. `BadInput` if there is none."""
+        from safetensors import safe_open
         from safetensors.torch import load_file
 
         run = RunFolder(folder)
         tree, _ = run.config_json()
         if tree.get("format") != FORMAT:
             raise BadInput(f"{run.config_file} is of format {tree.get('format')!r}; this version reads format {FORMAT}")
-        model = cls(from_dict(ModelConfig, tree.get("model"), "model"))
+        config = from_dict(ModelConfig, tree.get("model"), "model")
         file = run.latest_checkpoint() / "model.safetensors"
+        check_manifest(file.parent, file.name)
         try:
-            model.load_state_dict(load_file(file))
+            with safe_open(file, framework="pt") as opened:
+                blocks = len({name.split(".")[1] for name in opened.keys() if name.startswith("blocks.")})  # noqa: SIM118
+            if blocks != config.n_layers:
+                raise BadInput(f"{blocks} blocks are in it, and {run.config_file} says {config.n_layers}")
+            # Built without memory, so that none is taken for sizes that the file does not bear out.
+            with torch.device("meta"):
+                model = cls(config)
+            model.load_state_dict(load_file(file), assign=True)
         except Exception as error:
             raise BadInput(f"{file} does not hold this run's model: {error}") from error
         return model.eval()

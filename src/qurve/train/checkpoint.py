@@ -1,28 +1,199 @@
-"""A simple checkpoint: the weights in safetensors, the rest in JSON, complete or not there."""
+"""A checkpoint: all that a training needs to go on as if it had never stopped. Complete, or not there.
+
+    step-00000400/
+      model.safetensors       the weights, by name
+      optimizer.safetensors   AdamW's state: `exp_avg/<weight>`, `exp_avg_sq/<weight>`, `step/<weight>`
+      state.json              everything that is no tensor
+      manifest.json           size and sha256 of these three
+
+Two things need no state. The order of the data and the learning rate are functions of the step. Random numbers are
+seeded anew for each micro-batch (see `loop`). There is no loss scale either: nothing trains in float16.
+
+Tensors are whole, whatever the processes that trained them: any number of processes reads them back.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
+from qurve.accounting import count
+from qurve.errors import BadInput
+from qurve.files import check_manifest, sync, write_atomic, write_manifest
 from qurve.model.gpt import GPT
-from qurve.runfolder import FORMAT, RunFolder, write_atomic
+from qurve.runfolder import RunFolder
+from qurve.train.config import RunConfig, TrainConfig
+from qurve.train.distributed import World, fill, full
+
+FORMAT = 2
+"""Version of the checkpoint's layout; another one is refused."""
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: a weight and its two moments, in float32."""
 
 
-def save_checkpoint(run: RunFolder, step: int, model: GPT) -> None:
-    """Write `checkpoints/step-…/model.safetensors` and `state.json`; the folder takes its name when it is whole."""
-    folder = run.checkpoint(step)
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()},
-        part / "model.safetensors",
-    )
-    write_atomic(
-        part / "state.json", json.dumps({"format": FORMAT, "step": step, "config_hash": run.config_json()[1]}) + "\n"
-    )
-    os.replace(part, folder)
+def save_checkpoint(
+    run: RunFolder, step: int, model: GPT, optimizer: torch.optim.Optimizer, state: dict[str, Any], world: World
+) -> None:
+    """Write the checkpoint of `step`; its folder takes its name when everything is on the disk.
+
+    Called by every process of the run (each has parts of the tensors); the first one writes.
+    """
+    weights = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    moments = {name: full(tensor) for name, tensor in _optimizer_tensors(model, optimizer).items()}
+    if world.main:
+        folder = run.checkpoint(step)
+        part = folder.with_name(f".{folder.name}.part")
+        for left_over in run.checkpoints.glob(".step-*"):
+            shutil.rmtree(left_over)
+        part.mkdir(parents=True)
+        try:
+            save_file(weights, part / MODEL)
+            save_file(moments, part / OPTIMIZER)
+            write_atomic(part / STATE, json.dumps({"format": FORMAT, "step": step, **state}, indent=2) + "\n")
+            write_manifest(part)
+            for name in (MODEL, OPTIMIZER):
+                sync(part / name)
+            sync(part)
+            sync(run.metrics_file)  # a checkpoint never outlives the lines that lead to it
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        os.replace(part, folder)
+        _point_latest_to(folder)
+        sync(run.checkpoints)
+    world.wait()
+
+
+def _optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's tensors by name, the very ones that it works with."""
+    return {
+        f"{kind}/{name}": tensor
+        for name, parameter in model.named_parameters()
+        for kind, tensor in optimizer.state[parameter].items()
+    }
+
+
+def _point_latest_to(folder: Path) -> None:
+    """`checkpoints/latest`, for people and scripts. Nothing here reads it."""
+    link = folder.with_name(".latest.part")
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    os.replace(link, folder.with_name("latest"))
+
+
+def disk_needed(config: RunConfig) -> tuple[int, int]:
+    """How many checkpoints a run has at a time at most (one is being written), and their bytes."""
+    made = -(-config.train.updates // config.checkpoint_every)
+    kept_for_good = config.train.updates // config.train.keep_every if config.train.keep_every else 0
+    several = min(made, config.train.keep + kept_for_good + 2)  # the best, and the one that is being written
+    return several, several * BYTES_PER_PARAMETER * count(config.model).total
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """A checkpoint's `state.json`, after its files were checked. Raises `BadInput` that names what is damaged."""
+    check_manifest(folder, MODEL, OPTIMIZER, STATE)
+    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if state.get("format") != FORMAT:
+        raise BadInput(f"{folder} is of format {state.get('format')!r}; this version continues format {FORMAT}")
+    return state
+
+
+def newest_complete(run: RunFolder, note: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that is whole, with its state; damaged ones are named, set aside, and passed over."""
+    for step in reversed(run.checkpoint_steps()):
+        folder = run.checkpoint(step)
+        try:
+            return folder, read_state(folder)
+        except BadInput as damage:
+            aside = next(p for n in range(1, 1_000_000) if not (p := folder.with_name(f"damaged-{step}-{n}")).exists())
+            os.replace(folder, aside)
+            note(f"{damage}; it was moved to {aside}, and the checkpoint before it is taken")
+    return None
+
+
+def load_checkpoint(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's tensors into model and optimiser. `BadInput`, before any is touched, if they do not fit."""
+    _make_state(optimizer)
+    wanted = {MODEL: model.state_dict(), OPTIMIZER: _optimizer_tensors(model, optimizer)}
+    for file, tensors in wanted.items():
+        _check_shapes(folder / file, tensors)
+    for file, tensors in wanted.items():
+        with safe_open(folder / file, framework="pt") as opened, torch.no_grad():
+            for name, tensor in tensors.items():
+                fill(tensor, opened.get_tensor(name))
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimiser make its tensors, which it does in its first step: here one of no gradient and rate zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate, decay in zip(optimizer.param_groups, rates, decays, strict=True):
+        group["lr"], group["weight_decay"] = rate, decay
+
+
+def _check_shapes(file: Path, tensors: dict[str, Tensor]) -> None:
+    """By the file's header alone: nothing of the size it states is read, or made, before it is what was expected."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            found = {name: (header.get_dtype(), tuple(header.get_shape())) for name, header in headers.items()}
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{file} is damaged: {error}") from None
+    for name, tensor in tensors.items():
+        if found.get(name) != ("F32", tuple(tensor.shape)):
+            held = "{} of shape {}".format(*found[name]) if name in found else "not in it"
+            raise BadInput(f"{file} does not fit this run: {name} is {held}; F32 of {tuple(tensor.shape)} is needed")
+    if extra := sorted(found.keys() - tensors.keys()):
+        raise BadInput(f"{file} does not fit this run: it holds {extra[0]}, which this model has not")
+
+
+# ------------------------------------------------------------------------------------------------------------- pruning
+
+
+def prune(run: RunFolder, settings: TrainConfig) -> None:
+    """Remove old checkpoints: all but the newest `keep`, those of `keep_every`, the best, and the last healthy one.
+
+    One that cannot be read is left to `newest_complete`, which names it.
+    """
+    states = {}
+    for step in run.checkpoint_steps():
+        with contextlib.suppress(ValueError, OSError):
+            states[step] = json.loads((run.checkpoint(step) / STATE).read_text(encoding="utf-8"))
+    for step in states.keys() - kept_steps(states, settings):
+        doomed = run.checkpoints / f".step-{step:08d}.doomed"  # a removal that is cut short leaves no half checkpoint
+        os.replace(run.checkpoint(step), doomed)
+        shutil.rmtree(doomed)
+
+
+def kept_steps(states: dict[int, dict[str, Any]], settings: TrainConfig) -> set[int]:
+    """Which of the checkpoints (step -> state) are kept."""
+    steps = sorted(states)
+    kept = set(steps[-settings.keep :])
+    kept |= {step for step in steps if settings.keep_every and step % settings.keep_every == 0}
+    kept |= set([step for step in steps if not states[step]["loss_above_bound"]][-1:])
+    losses = {step: states[step]["val_loss"] for step in steps if states[step]["val_loss"] is not None}
+    if losses:
+        kept.add(min(losses, key=losses.__getitem__))
+    return kept

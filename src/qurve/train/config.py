@@ -75,15 +75,28 @@ class TrainConfig:
     device: str = "auto"
     """`cpu`, `cuda`, or `cuda:1`."""
     checkpoint_every: int | None = field(default=None, metadata=NOT_HASHED)
-    """Steps between checkpoints; None saves the last alone."""
+    """Steps between checkpoints; None saves after every evaluation. The last step is always saved."""
+    keep: int = field(default=2, metadata=NOT_HASHED)
+    """How many of the newest checkpoints are kept, besides the one of the lowest validation loss."""
+    keep_every: int | None = field(default=None, metadata=NOT_HASHED)
+    """Checkpoints of every so many steps are kept for good."""
+    loss_bound: float | None = field(default=None, metadata=NOT_HASHED)
+    """A training loss above this, `loss_bound_steps` times in a row, counts as diverged, as does one not finite."""
+    loss_bound_steps: int = field(default=10, metadata=NOT_HASHED)
+    parallel: Literal["ddp", "fsdp"] | None = field(default=None, metadata=NOT_HASHED)
+    """How the processes of one run share the work: `ddp`, each with the whole model, or `fsdp`, each with a part."""
+    activation_checkpointing: bool = field(default=False, metadata=NOT_HASHED)
+    """Compute each block's activations again in the backward pass, not keep them: less memory, the same numbers."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = field(default=(), metadata=NOT_HASHED)
+    """What mirrors `metrics.jsonl`; training goes on when one of them fails."""
     log_every: int = field(default=10, metadata=NOT_HASHED)
     """Steps between printed lines where there is no terminal. `metrics.jsonl` holds every step."""
 
     def __post_init__(self) -> None:
         check_values(self)
-        for name in ("steps", "tokens_per_step", "log_every"):
+        for name in ("steps", "tokens_per_step", "log_every", "keep", "loss_bound_steps"):
             _at_least(1, name, getattr(self, name))
-        for name in ("stop_at", "micro_batch", "horizon", "decay_steps", "threads", "checkpoint_every"):
+        for name in ("stop_at", "micro_batch", "horizon", "decay_steps", "threads", "checkpoint_every", "keep_every"):
             if getattr(self, name) is not None:
                 _at_least(1, name, getattr(self, name))
         for name in ("seed", "warmup_steps", "lr", "min_lr", "weight_decay", "grad_clip"):
@@ -136,6 +149,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints, resolved."""
+        return self.train.checkpoint_every or self.eval.every
 
     @property
     def sequences(self) -> int:

@@ -3,105 +3,205 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qurve.config import content_hash, to_json
 from qurve.data import order
-from qurve.data.loader import TokenData, TokenSplit
-from qurve.errors import BadInput, Diverged
+from qurve.data.loader import TokenData
+from qurve.errors import Diverged, QurveError, Stopped
+from qurve.files import claimed
 from qurve.model.gpt import GPT
 from qurve.model.init import stream_seed
 from qurve.runfolder import RunFolder, Status
-from qurve.train.checkpoint import save_checkpoint
+from qurve.train.checkpoint import load_checkpoint, prune, save_checkpoint
 from qurve.train.config import RunConfig
+from qurve.train.distributed import ALONE, World, accumulating, all_finite, gradient_norm, spread
 from qurve.train.optim import build_optimizer
 from qurve.train.progress import Progress
-from qurve.train.runtime import describe, no_compiler, resolve
+from qurve.train.resume import Resume, decide, find_checkpoint
+from qurve.train.runtime import describe, no_compiler
 from qurve.train.schedule import learning_rate
+from qurve.train.stopping import StopRequest, listening
+from qurve.train.trackers import Mirror
+from qurve.train.windows import batch, evaluation_windows, training_windows
 
-Starts = npt.NDArray[np.int64]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def train(config: RunConfig, out: str | Path, data: TokenData, progress: Progress | None = None) -> RunFolder:
-    """Train one model into a new run folder and return the folder.
+@dataclass
+class Training:
+    """What a training works with."""
 
-    `config` is resolved against this machine and `data` first. Raises `BadInput` before anything is created, and
-    `Diverged` when a loss, a gradient or a weight stops being finite: no update and no checkpoint is made from it, and
-    `status.json` says what it was.
+    config: RunConfig
+    run: RunFolder
+    data: TokenData
+    world: World
+    progress: Progress
+    model: GPT
+    loss_module: nn.Module
+    optimizer: torch.optim.Optimizer
+    mirror: Mirror
+
+    def record(self, line: dict[str, Any]) -> None:
+        """A line of the metrics, written by the first process alone."""
+        if self.world.main:
+            self.run.append(line)
+            self.mirror.log(line)
+
+
+def train(
+    config: RunConfig,
+    out: str | Path,
+    data: TokenData,
+    progress: Progress | None = None,
+    *,
+    resume: Resume = "never",
+    changed: Sequence[str] = (),
+    world: World = ALONE,
+) -> RunFolder:
+    """Train one model into a run folder and return the folder.
+
+    `config` is resolved against this machine and `data` first. `resume="auto"` continues what the folder holds from its
+    newest complete checkpoint, bit by bit as if it had never stopped; `changed` names the fields that may have changed.
+    Every process of `world` calls this with the same arguments.
+
+    Raises `BadInput` before anything is created or changed; `Diverged` when a loss, a gradient or a weight stops being
+    finite or the loss stays above its bound, before that touches weights or checkpoints; `Stopped` after a SIGTERM or a
+    Ctrl-C, with a checkpoint of the last step. `status.json` says which.
     """
     wanted, run, progress = config, RunFolder(out), progress or Progress()
-    config = resolve(wanted, data)
-    check_windows(config, data)
-    run.create(to_json(config), content_hash(config), describe(config))
-    if wanted.train.compile and not config.train.compile:
-        progress.note(no_compiler())
-    try:
-        with machine_settings(config):
-            _train(config, run, data, progress)
-    except BaseException as error:
-        status: Status = "failed"
-        if isinstance(error, (Diverged, KeyboardInterrupt)):
-            status = "diverged" if isinstance(error, Diverged) else "stopped"
-        run.set_status(status, step=run.last_step(), why=str(error) or type(error).__name__)
-        raise
-    finally:
-        progress.finish()
-    run.set_status("finished", step=config.train.updates)
+    with contextlib.ExitStack() as held:
+        if resume == "never":
+            run.refuse_used()
+        is_there = run.path.is_dir()
+        if is_there and world.main:
+            held.enter_context(claimed(run.path))  # from here on, what is found there stays as it is
+        config, changes = decide(wanted, run, data, resume, changed, world)
+        is_new, step, state = not run.is_begun(), 0, dict[str, Any]()
+        world.wait()
+        if not is_new and run.status()["status"] == "finished" and run.last_step() >= config.train.updates:
+            progress.note(f"{run.path} is finished: it made {run.last_step()} steps")
+            return run
+        if not is_new and world.main:
+            try:
+                step, state = find_checkpoint(run, config, changes, data, progress.note)
+            except QurveError:
+                world.from_main(-1)
+                raise
+        step = world.from_main(step)
+        if step < 0:
+            raise QurveError("the first process refuses to go on; its message says why")
+
+        written = to_json(config), content_hash(config), describe(config, world)
+        begun = is_new
+        if is_new and world.main:
+            run.make()
+            if not is_there:
+                held.enter_context(claimed(run.path))
+            run.create(*written)
+        mirror = None
+        try:
+            held.enter_context(machine_settings(config))
+            model = GPT(config.model, seed=config.train.seed).to(config.train.device)
+            loss_module = spread(model, config.train, world)
+            optimizer = build_optimizer(model, config.train)
+            if step:
+                load_checkpoint(run.checkpoint(step), model, optimizer)
+            if not is_new and world.main:
+                run.go_on(step, *written, changes)
+                progress.note(f"continuing {run.path} after step {step}")
+            begun = True
+            world.wait()
+            if wanted.train.compile and not config.train.compile:
+                progress.note(no_compiler())
+            mirror = Mirror.open(config.train.trackers if world.main else (), run, config, step, progress.note)
+            with listening(say=world.main) as stop:
+                training = Training(config, run, data, world, progress, model, loss_module, optimizer, mirror)
+                _train(training, step, state, stop)
+        except BaseException as error:
+            if begun and world.main:
+                _say_how_it_ended(run, error)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise QurveError(_disk_full(run, error)) from error
+            raise
+        finally:
+            progress.finish()
+            if mirror is not None:
+                mirror.close()
+        if world.main:
+            run.set_status("finished", step=config.train.updates)
+        world.wait()
     return run
 
 
-def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progress) -> None:
+def _train(training: Training, step: int, state: dict[str, Any], stop: StopRequest) -> None:
+    """Go on after `step`. Each round settles a step (evaluation, checkpoint), then makes the next update."""
+    config, run, data, world = training.config, training.run, training.data, training.world
+    model, optimizer = training.model, training.optimizer
     settings, device, sequences = config.train, config.train.device, config.sequences
     train_split = data.split("train")
+    loss_of = prepare_loss(training, batch(config, train_split, training_windows(config, data, 0)[1][0]))
+    seconds = run.train_lines()[-1]["seconds"] if step else 0.0
+    above = state.get("loss_above_bound", 0)
+    saved = step
+    training.progress.start(settings.updates, settings.log_every, step)
 
-    model = GPT(config.model, seed=settings.seed).to(device)
-    # After the model: building it draws numbers, more or fewer by architecture, and dropout starts alike in every arm.
-    torch.manual_seed(stream_seed(settings.seed, "dropout"))
-    optimizer = build_optimizer(model, settings)
-    loss_of = prepare_loss(
-        model, config, batch(config, train_split, training_windows(config, data, 0)[0]), run, progress
-    )
-
-    def evaluate(step: int) -> None:
-        for split in config.eval.splits:
-            measured = evaluate_loss(model, loss_of, config, data, split, step)
-            if not math.isfinite(measured["loss"]):
-                what = first_non_finite(model, torch.tensor(measured["loss"]))
-                raise Diverged(f"evaluation on {split} after step {step}: {what}")
-            line: dict[str, Any] = {"step": step, "split": split, **measured}
-            run.append(line)
-            progress.evaluated(line)
-
-    progress.start(settings.updates, settings.log_every)
-    evaluate(0)
-    seconds = 0.0
-    for step in range(1, settings.updates + 1):
+    while True:
+        is_last = step == settings.updates
+        stopping = stop.agreed(world)
+        if not stopping and (is_last or step % config.eval.every == 0):
+            evaluate(training, loss_of, step, stop)
+            stopping = stop.agreed(world)
+        if step > saved and (is_last or stopping or step % config.checkpoint_every == 0):
+            for name, parameter in model.named_parameters():
+                if not all_finite(parameter):
+                    raise Diverged(f"step {step}: the weight {name} is not finite")
+            measured = {line["step"]: line["loss"] for line in run.eval_lines()}
+            facts = {"order_position": step, "loss_above_bound": above, "val_loss": measured.get(step)}
+            facts |= {"config_hash": run.config_json()[1], "data_fingerprint": data.fingerprint}
+            save_checkpoint(run, step, model, optimizer, facts, world)
+            if world.main:
+                prune(run, settings)
+            saved = step
+        if stopping:
+            raise Stopped(f"stopped after step {step}; --resume auto goes on from there")
+        if is_last:
+            return
+        step += 1
         started = time.perf_counter()
 
-        # The step's windows, in micro-batches. Each part's mean is weighted by its share, so that the accumulated
-        # gradient is that of the whole step.
+        # The step's windows, in micro-batches, dealt to the processes in turn. Each part's mean is weighted by its
+        # share, so that the accumulated gradient, which is averaged over the processes, is that of the whole step.
         starts, micro_batches = training_windows(config, data, step - 1)
+        mine = range(world.rank, len(micro_batches), world.size)
         loss = torch.zeros((), device=device)
-        for micro_batch in micro_batches:
-            with autocast(config):
-                part = loss_of(*batch(config, train_split, micro_batch)) * (len(micro_batch) / sequences)
-            torch.autograd.backward(part)
+        for place in mine:
+            # Random numbers (dropout) are a function of seed, step and place: there is no state to lose.
+            torch.manual_seed(stream_seed(settings.seed, f"dropout/{step}/{place}"))
+            inputs, targets = batch(config, train_split, micro_batches[place])
+            with accumulating(training.loss_module, last=place == mine[-1]):
+                with autocast(config):
+                    part = loss_of(inputs, targets) * (len(inputs) / sequences * world.size)
+                torch.autograd.backward(part)
             loss += part.detach()
+        loss = world.total(loss) / world.size
 
         # Checked before clipping: a norm that is not finite would spoil every gradient and hide whose it was.
-        grad_norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+        grad_norm = gradient_norm(model)
         if not (torch.isfinite(loss) and torch.isfinite(grad_norm)):
             raise Diverged(f"step {step}: {first_non_finite(model, loss)}")
+        above = above + 1 if settings.loss_bound is not None and loss > settings.loss_bound else 0
+        if above >= settings.loss_bound_steps:
+            raise Diverged(f"step {step}: the loss was above {settings.loss_bound} for {above} steps in a row")
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip or math.inf, grad_norm)
 
         rate = learning_rate(settings, step - 1)
@@ -114,108 +214,90 @@ def _train(config: RunConfig, run: RunFolder, data: TokenData, progress: Progres
         seconds += time.perf_counter() - started
         line |= {"tokens": step * settings.tokens_per_step, "seconds": seconds}
         line |= {"batch_sha": order.batch_sha(starts, data.fingerprint)}
-        run.append(line)
-        progress.updated(line)
-
-        if step % config.eval.every == 0 or step == settings.updates:
-            evaluate(step)
-        if step == settings.updates or (settings.checkpoint_every and step % settings.checkpoint_every == 0):
-            if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
-                raise Diverged(f"step {step}: {first_non_finite(model, loss)}")
-            save_checkpoint(run, step, model)
+        training.record(line)
+        training.progress.updated(line)
 
 
-# ------------------------------------------------------------------------------------------------------------- windows
+# ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-def training_windows(config: RunConfig, data: TokenData, update: int) -> tuple[Starts, list[Starts]]:
-    """Window starts of update `update` (from 0), `[sequences]`, and the same cut into micro-batches."""
-    n_tokens, context, sequences = len(data.split("train")), config.model.context, config.sequences
-    seed = config.train.seed if config.data.order_seed is None else config.data.order_seed
-    if config.data.order == "paper":
-        starts = order.paper_windows(n_tokens, update, context=context, sequences=sequences, seed=seed)
-    else:
-        starts = order.epoch_windows(n_tokens, update, context=context, sequences=sequences, seed=seed)
-    return starts, np.split(starts, sequences // (config.train.micro_batch or sequences))
+def evaluate(training: Training, loss_of: LossFunction, step: int, stop: StopRequest) -> None:
+    """Measure the loss after `step` on every split that was not measured yet; leaves off when asked to stop."""
+    run, world = training.run, training.world
+    measured = {line["split"] for line in run.metrics() if "split" in line and line["step"] == step}
+    world.wait()  # all have read before the first one writes
+    for split in training.config.eval.splits:
+        if split not in measured:
+            found = evaluate_loss(training, loss_of, split, step, stop)
+            if found is None:
+                return
+            if not math.isfinite(found["loss"]):
+                what = first_non_finite(training.model, torch.tensor(found["loss"]))
+                raise Diverged(f"evaluation on {split} after step {step}: {what}")
+            line: dict[str, Any] = {"step": step, "split": split, **found}
+            training.record(line)
+            training.progress.evaluated(line)
 
 
-def evaluation_windows(config: RunConfig, data: TokenData, split: str, step: int) -> Starts:
-    """Window starts of the evaluation after `step`: the same for every arm and seed."""
-    context, count = config.model.context, config.eval.windows
-    if config.data.order == "paper":
-        sizes = len(data.split("train")), len(data.split("val"))
-        return order.paper_eval_windows(*sizes, step // config.eval.every, split, context=context)[:count]
-    return order.fixed_eval_windows(len(data.split(split)), context=context, count=count)
+@torch.no_grad()
+def evaluate_loss(
+    training: Training, loss_of: LossFunction, split: str, step: int, stop: StopRequest
+) -> dict[str, float] | None:
+    """Token-weighted mean loss over the evaluation's windows. Weights, gradients, random numbers stay as they were.
 
-
-def check_windows(config: RunConfig, data: TokenData) -> None:
-    """Raise `BadInput` now, not hours later, when some step or evaluation would have no windows."""
-    for update in (0, config.train.updates - 1):
-        training_windows(config, data, update)
-    for split in config.eval.splits:
-        if config.data.order == "paper" and split == "test":
-            raise BadInput("eval.splits: the paper's evaluation tables cover train and val, not test")
-        for step in (0, config.train.updates):
-            evaluation_windows(config, data, split, step)
-
-
-def batch(config: RunConfig, split: TokenSplit, starts: Starts) -> tuple[Tensor, Tensor]:
-    """Inputs and targets `[N, T]` of the windows, on the run's device. `BadInput` for ids beyond the vocabulary."""
-    inputs, targets = split.windows(starts, config.model.context)
-    if (largest := max(inputs.max(), targets.max())) >= config.model.vocab_size:
-        raise BadInput(
-            f"the {split.name} split holds the id {largest}, and the vocabulary has {config.model.vocab_size}: "
-            "the data is damaged; prepare it again"
-        )
-    return torch.from_numpy(inputs).to(config.train.device), torch.from_numpy(targets).to(config.train.device)
+    None when this process is alone and was asked to stop (several would have to agree on it at every pass).
+    """
+    config, data, world, model = training.config, training.data, training.world, training.model
+    starts = evaluation_windows(config, data, split, step)
+    size = config.train.micro_batch or config.sequences
+    parts = [starts[begin : begin + size] for begin in range(0, len(starts), size)]
+    total = 0.0
+    model.eval()
+    try:
+        for place in range(world.rank, -(-len(parts) // world.size) * world.size, world.size):
+            if stop.requested and world.size == 1:
+                return None
+            # Weights that are sharded are gathered by all processes together: those without a part left go along.
+            part = parts[min(place, len(parts) - 1)]
+            with autocast(config):
+                loss = loss_of(*batch(config, data.split(split), part)).item()
+            total += loss * len(part) * (place < len(parts))
+    finally:
+        model.train()
+    summed = world.total(torch.tensor(total, dtype=torch.float64, device=config.train.device)).item()
+    return {"loss": summed / len(starts), "tokens": len(starts) * config.model.context}
 
 
 # ------------------------------------------------------------------------------------------------------- loss, machine
 
 
-@torch.no_grad()
-def evaluate_loss(
-    model: GPT, loss_of: LossFunction, config: RunConfig, data: TokenData, split: str, step: int
-) -> dict[str, float]:
-    """Token-weighted mean loss over the evaluation's windows. Weights, gradients, random numbers stay as they were."""
-    starts = evaluation_windows(config, data, split, step)
-    size = config.train.micro_batch or config.sequences
-    total = 0.0
-    model.eval()
-    for begin in range(0, len(starts), size):
-        part = starts[begin : begin + size]
-        with autocast(config):
-            total += loss_of(*batch(config, data.split(split), part)).item() * len(part)
-    model.train()
-    return {"loss": total / len(starts), "tokens": len(starts) * config.model.context}
-
-
-def prepare_loss(
-    model: GPT, config: RunConfig, example: tuple[Tensor, Tensor], run: RunFolder, progress: Progress
-) -> LossFunction:
-    """The model's loss, compiled when the configuration says so; falls back to eager, and says it, when that fails.
+def prepare_loss(training: Training, example: tuple[Tensor, Tensor]) -> LossFunction:
+    """The loss, compiled when the configuration says so; falls back to eager, and says it, when that fails.
 
     One forward and backward pass on `example` pays for the compilation here, apart from the training time; it leaves no
-    gradient behind and gives the random numbers back.
+    gradient behind.
     """
+    config, loss_module, progress = training.config, training.loss_module, training.progress
     if not config.train.compile:
-        return model.loss
+        return loss_module
     from torch._inductor.exc import InductorError
 
     progress.note("compiling …")
     started = time.perf_counter()
-    compiled: LossFunction = torch.compile(model.loss)
+    compiled: LossFunction = torch.compile(loss_module)
     outcome: dict[str, object] = {"compiled": True}
     try:
-        with torch.random.fork_rng(), autocast(config):
+        with autocast(config):
             torch.autograd.backward(compiled(*example))
     except (torch._dynamo.exc.TorchDynamoException, InductorError) as error:
-        compiled = model.loss
+        compiled = loss_module
         reason = str(error).strip().splitlines()[0]
         outcome = {"compiled": False, "compile_error": reason}
         progress.note(f"torch.compile failed ({reason}); training runs eager, which is slower")
-    model.zero_grad()
-    run.add_to_environment({**outcome, "compile_seconds": round(time.perf_counter() - started, 3)})
+    training.model.zero_grad()
+    if training.world.main:
+        seconds = round(time.perf_counter() - started, 3)
+        training.run.add_to_environment({**outcome, "compile_seconds": seconds})
     return compiled
 
 
@@ -227,14 +309,32 @@ def autocast(config: RunConfig) -> torch.autocast:
 def first_non_finite(model: GPT, loss: Tensor) -> str:
     """What stopped being finite, by name: a weight, else a gradient, else the loss."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        if not all_finite(parameter):
             return f"the weight {name} is not finite"
     if not torch.isfinite(loss):
         return f"the loss is {loss.item()}"
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+        if parameter.grad is not None and not all_finite(parameter.grad):
             return f"the gradient of {name} is not finite"
     return "the gradient's norm is not finite"
+
+
+def _say_how_it_ended(run: RunFolder, error: BaseException) -> None:
+    status: Status = "failed"
+    if isinstance(error, (Stopped, KeyboardInterrupt)):
+        status = "stopped"
+    elif isinstance(error, Diverged):
+        status = "diverged"
+    try:
+        run.set_status(status, step=run.last_step(), why=str(error) or type(error).__name__)
+    except OSError as trouble:  # a full disk: what went wrong first is the error, and it is on its way
+        error.add_note(f"{run.status_file} could not be written: {trouble}")
+
+
+def _disk_full(run: RunFolder, error: OSError) -> str:
+    steps = run.checkpoint_steps()
+    left = f"the checkpoint of step {steps[-1]} is whole" if steps else "there is no checkpoint yet"
+    return f"{run.path}: the disk is full ({error}); {left}. Make room, then go on with --resume auto"
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qurve import accounting
+from qurve.train.checkpoint import disk_needed
 from qurve.train.config import RunConfig
 from qurve.train.runtime import available_cores, resolve_device, resolve_precision
 
@@ -24,7 +25,7 @@ def make_plan(name: str, config: RunConfig) -> dict[str, Any]:
     device = resolve_device(settings.device)
     precision = resolve_precision(settings.precision, device.partition(":")[0])
     peak = matrix_peak(device, precision, settings.threads or available_cores())
-    saves = 1 + (settings.updates - 1) // settings.checkpoint_every if settings.checkpoint_every else 1
+    checkpoints, disk_bytes = disk_needed(config)
     return {
         "preset": name,
         "non_embedding_parameters": cost.non_embedding,
@@ -40,8 +41,8 @@ def make_plan(name: str, config: RunConfig) -> dict[str, Any]:
         "measured_matrix_flops_per_s": peak,
         "assumed_utilisation": ASSUMED_UTILISATION,
         "estimated_hours": flops / (peak * ASSUMED_UTILISATION) / 3600,
-        "checkpoints": saves,
-        "disk_bytes": saves * 4 * cost.total,
+        "checkpoints": checkpoints,
+        "disk_bytes": disk_bytes,
     }
 
 

@@ -12,7 +12,8 @@ from rich.progress import Progress as Bar
 class Progress:
     """Says nothing. Base of the two below."""
 
-    def start(self, updates: int, log_every: int) -> None: ...
+    def start(self, updates: int, log_every: int, done: int) -> None:
+        """Before the first update of this process: `done` of the `updates` were made before."""
 
     def updated(self, line: dict[str, Any]) -> None:
         """After an update, with its metrics line."""
@@ -32,7 +33,7 @@ class LogLines(Progress):
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def start(self, updates: int, log_every: int) -> None:
+    def start(self, updates: int, log_every: int, done: int) -> None:
         self.updates, self.log_every = updates, log_every
 
     def updated(self, line: dict[str, Any]) -> None:
@@ -55,10 +56,10 @@ class TerminalBar(LogLines):
 
     bar: Bar | None = None
 
-    def start(self, updates: int, log_every: int) -> None:
+    def start(self, updates: int, log_every: int, done: int) -> None:
         columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()]
         self.bar = Bar(*columns, console=self.console)
-        self.task = self.bar.add_task("", total=updates)
+        self.task = self.bar.add_task("", total=updates, completed=done)
         self.bar.start()
 
     def updated(self, line: dict[str, Any]) -> None:

@@ -18,7 +18,8 @@ import qurve
 from qurve.accounting import count
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
-from qurve.train.config import Precision, RunConfig
+from qurve.train.config import Precision, RunConfig, TrainConfig
+from qurve.train.distributed import ALONE, World
 
 MODEST_TOKENS = {"cpu": 16_384, "cuda": 65_536}
 """Tokens of one micro-batch at most, where none is given."""
@@ -28,22 +29,30 @@ BYTES_PER_PARAMETER = 16
 """Weight, gradient and AdamW's two moments, in float32."""
 
 
-def resolve(config: RunConfig, data: TokenData) -> RunConfig:
+def resolve(config: RunConfig, data: TokenData, world: World = ALONE, before: TrainConfig | None = None) -> RunConfig:
     """The configuration with device, precision, compilation, threads, micro-batch and data decided.
 
-    Raises `BadInput` for what this machine or this data cannot do.
+    `before` is what was decided for the same run earlier, and fills what `config` leaves open. Raises `BadInput` for
+    what this machine or this data cannot do.
     """
-    train = config.train
+    train = config.train if before is None else _as_before(config.train, before)
     device = resolve_device(train.device)
     kind = device.partition(":")[0]
     sequences = config.sequences
     if train.min_lr > train.lr:
         raise BadInput(f"train.min_lr = {train.min_lr} is above the peak, train.lr = {train.lr}; lower it, too")
     modest = max(1, MODEST_TOKENS[kind] // config.model.context)
-    divisors = (n for n in range(min(sequences, modest), 0, -1) if sequences % n == 0)
+    if sequences % world.size:
+        raise BadInput(
+            f"a step's {sequences} sequences ({train.tokens_per_step:,} tokens) do not divide among {world.size} "
+            f"processes; take a number of processes that divides {sequences}, or another train.tokens_per_step"
+        )
+    share = sequences // world.size
+    divisors = (n for n in range(min(share, modest), 0, -1) if share % n == 0)
     micro_batch = train.micro_batch or next(divisors)
-    if sequences % micro_batch:
-        raise BadInput(f"train.micro_batch = {micro_batch} does not divide the step's {sequences} sequences")
+    if share % micro_batch:
+        of = "the step's" if world.size == 1 else f"each of the {world.size} processes'"
+        raise BadInput(f"train.micro_batch = {micro_batch} does not divide {of} {share} sequences")
     needed = BYTES_PER_PARAMETER * count(config.model).total
     if kind == "cpu" and needed > (memory := physical_memory()):
         raise BadInput(
@@ -64,9 +73,20 @@ def resolve(config: RunConfig, data: TokenData) -> RunConfig:
             device=device,
             precision=resolve_precision(train.precision, kind),
             compile=train.compile and (kind == "cuda" or compiler() is not None),
-            threads=train.threads or available_cores(),
+            threads=train.threads or max(1, available_cores() // world.local_size),
             micro_batch=micro_batch,
         ),
+    )
+
+
+def _as_before(train: TrainConfig, before: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(
+        train,
+        device=before.device if train.device == "auto" else train.device,
+        precision=before.precision if train.precision == "auto" else train.precision,
+        compile=train.compile and before.compile,
+        threads=train.threads or before.threads,
+        micro_batch=train.micro_batch or before.micro_batch,
     )
 
 
@@ -122,7 +142,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe(config: RunConfig) -> dict[str, Any]:
+def describe(config: RunConfig, world: World = ALONE) -> dict[str, Any]:
     """Where a run is made, for `environment.json`."""
     cuda = config.train.device.startswith("cuda")
     return {
@@ -135,6 +155,8 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "cores": available_cores(),
         "gpu": torch.cuda.get_device_name(config.train.device) if cuda else None,
         "device": config.train.device,
+        "processes": world.size,
+        "parallel": config.train.parallel,
         "threads": config.train.threads,
         "precision": config.train.precision,
         "compiled": config.train.compile,
