@@ -48,6 +48,9 @@ class Workers(Protocol):
     def stop(self) -> None:
         """Have running trainings finish their step, save and end; an interrupt while that lasts ends them at once."""
 
+    def close(self) -> None:
+        """Let go of the processes, or of the cluster."""
+
 
 def run_study(
     study: Study,
@@ -77,7 +80,7 @@ def run_study(
         else:
             jobs, data_folder = jobs_of(study, folder.absolute()), str(data.folder.absolute())
             place = RayWorkers(cluster)
-        ending.callback(place.stop)
+        ending.callback(place.close)
         configs = place.resolved([job.config for job in jobs], data_folder)
         jobs = [dataclasses.replace(job, config=config) for job, config in zip(jobs, configs, strict=True)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,11 +137,11 @@ def _execute(jobs: list[Job], workers: Workers, data_folder: str, retries: int, 
     finally:
         if cut_short := workers.running:
             say("stopping: running trainings finish their step and save (interrupt again to end them at once)")
-        try:
-            workers.stop()
-        finally:
-            for job in cut_short:
-                RunFolder(job.folder).mark_dead("stopped", "interrupted")
+            try:
+                workers.stop()
+            finally:
+                for job in cut_short:
+                    RunFolder(job.folder).mark_dead("stopped", "interrupted")
     return failed
 
 

@@ -75,10 +75,10 @@ class LocalWorkers:
             for process in processes:
                 process.kill()
             raise
-        finally:
-            for pool in self._pools.values():
-                pool.shutdown(cancel_futures=True)
-            self._pools, self._running = {}, {}
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
 
 
 def new_pool() -> ProcessPoolExecutor:

@@ -59,7 +59,7 @@ class RayWorkers:
         self._running: dict[Any, Job] = {}
         self.at_a_time = self._room()
         if not self.at_a_time:
-            self.stop()
+            self.close()
             raise BadInput(f"no machine of the Ray cluster has {cluster.in_words}; a run would wait for ever")
         share = {"num_cpus": cluster.cpus_per_run, "num_gpus": cluster.gpus_per_run}
         # Ray would repeat a task on its own account, without a word: who counts the failures is `execute`.
@@ -101,16 +101,15 @@ class RayWorkers:
         try:
             for reference in references:
                 self._ray.cancel(reference)  # an interrupt in the worker, which a training takes as one
-            if references:
-                self._ray.wait(references, num_returns=len(references))
+            self._ray.wait(references, num_returns=len(references))
         except KeyboardInterrupt:
             for reference in references:
                 self._ray.cancel(reference, force=True)
             raise
-        finally:
-            self._running = {}
-            if self._started:
-                self._ray.shutdown()
+
+    def close(self) -> None:
+        if self._started:
+            self._ray.shutdown()
 
     def _outcome(self, reference: Any) -> Outcome:
         errors = self._ray.exceptions
