@@ -38,15 +38,9 @@ class FakeRay:
     """As much of Ray as is used; tasks are done when they are handed over, unless `ends` says what they end in."""
 
     def __init__(self, *machines: dict[str, float], clusters: bool = True) -> None:
-        names = (
-            "NodeDiedError",
-            "LocalRayletDiedError",
-            "WorkerCrashedError",
-            "OutOfMemoryError",
-            "TaskCancelledError",
-        )
+        names = "NodeDied LocalRayletDied WorkerCrashed OutOfMemory TaskCancelled"
         base = type("RayError", (Exception,), {})
-        kinds = {name: type(name, (base,), {}) for name in names}
+        kinds = {f"{name}Error": type(name, (base,), {}) for name in names.split()}
         self.exceptions = SimpleNamespace(**kinds, RayError=base, RayTaskError=RayTaskError)
         self.machines, self.clusters = list(machines), clusters
         self.options: list[dict[str, Any]] = []
@@ -322,9 +316,9 @@ def test_a_lost_machines_run_continues_on_another_to_the_same_numbers(
 
 
 ON_THIS_MACHINE = """
-import sys
+import functools, sys
 from ray._private import services
-services.find_gcs_addresses = set  # no other test's cluster
+services.find_gcs_addresses = functools.cache(set)  # no other test's cluster
 services.find_bootstrap_address = lambda *_: None
 from qurve.cli import main
 main(sys.argv[1:])
