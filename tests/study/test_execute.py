@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from qurve.config import content_hash
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
-from qurve.files import LOCK, claimed
+from qurve.files import LOCK, claimed, sha256_of
 from qurve.runfolder import RunFolder
 from qurve.study import execute, jobs, local
 from qurve.study.definition import Arm, Study
@@ -502,6 +502,54 @@ def test_looks_with_other_seeds_are_remembered_and_said(executed: Executed, data
     results = load(folder)
     assert results.earlier_seeds == ((1, 2),)
     assert any("run before with other seeds (1, 2)" in doubt for doubt in doubts(results))
+
+
+KILLED = """
+import multiprocessing, os, signal, sys, threading, time
+from pathlib import Path
+from qurve.data.loader import TokenData
+from qurve.runfolder import RunFolder
+from qurve.study.definition import Arm, Study
+from qurve.study.execute import run_study
+from qurve.study.jobs import run_path
+from tiny import tiny
+
+def kill_once(run):
+    while not (run.is_begun() and run.last_step() > 15):
+        time.sleep(0.01)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    config = tiny("train.steps=200", "train.checkpoint_every=4")
+    study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", config),), seeds=(1,))
+    threading.Thread(target=kill_once, args=[RunFolder(run_path(folder, "baseline", 1))], daemon=True).start()
+    failed = run_study(study, folder, TokenData.open(sys.argv[2]), command="", workers=1, retries=int(sys.argv[3]))
+    sys.exit(len(failed))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_is_continued_to_the_same_numbers(
+    in_process: None, data: TokenData, data_folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, script, tmp_path / "killed", data_folder, "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "its process died; it is continued from its last checkpoint (1 of 1)" in done.stdout
+    study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", tiny("train.steps=200")),), seeds=(1,))
+    run(study, tmp_path / "quiet", data, workers=1)
+    killed, quiet = (RunFolder(run_path(tmp_path / name, "baseline", 1)) for name in ("killed", "quiet"))
+    assert len(killed.environment()["resumed"]) == 1
+    lines = [[{**line, "seconds": 0} for line in each.metrics()] for each in (killed, quiet)]
+    assert lines[0] == lines[1]
+    for name in ("model", "optimizer"):
+        file = f"{name}.safetensors"
+        assert sha256_of(killed.checkpoint(200) / file) == sha256_of(quiet.checkpoint(200) / file)
 
 
 INTERRUPTED = """
