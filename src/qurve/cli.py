@@ -21,6 +21,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from qurve.config import apply_settings
 from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, did_you_mean
+from qurve.files import LOCK
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -434,7 +435,11 @@ def _at_least(name: str, value: int, least: int) -> None:
 def _refuse_foreign_study(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is a file; give another --out")
-    if folder.exists() and any(folder.iterdir()) and not ({"study.json", "data"} & {p.name for p in folder.iterdir()}):
+    if (
+        folder.exists()
+        and any(folder.iterdir())
+        and not ({"study.json", "data", LOCK} & {p.name for p in folder.iterdir()})
+    ):
         raise BadInput(f"{folder} holds something that is not a study; give another --out")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -410,6 +411,31 @@ def test_what_fails_comes_back_in_words(data_folder: Path, tmp_path: Path, monke
     monkeypatch.setattr("qurve.train.loop.train", breaks)
     job = Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")
     assert jobs.make(job, "cpu", str(data_folder)) == Outcome("failed", "out of luck")
+
+
+def test_a_second_interrupt_kills_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Busy(InProcess):
+        _processes = {1: SimpleNamespace(terminate=lambda: told.append("end"), kill=lambda: told.append("end now"))}
+
+        def submit(self, function: Any, *args: Any) -> Future[Any]:
+            return Future()
+
+        def shutdown(self, **kwargs: Any) -> None:
+            told.append("closed")
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local, "ProcessPoolExecutor", Busy)
+    workers = LocalWorkers("cpu", 1, 1)
+    workers.start([Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")], "")
+    monkeypatch.setattr(local, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers.stop()
+    workers.close()
+    assert told == ["end", "end now", "closed"]
 
 
 def test_a_died_worker_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from qurve.data.loader import TokenData
-from qurve.errors import BadInput
+from qurve.errors import BadInput, QurveError
 from qurve.files import LOCK, sha256_of
 from qurve.runfolder import RunFolder
 from qurve.study import local, on_ray
@@ -29,7 +29,11 @@ from tiny import InProcess, tiny
 # ----------------------------------------------------------------------------------------------------------- in process
 
 
-class RayTaskError(Exception):
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
     def __init__(self, cause: Exception) -> None:
         self.cause = cause
 
@@ -39,9 +43,8 @@ class FakeRay:
 
     def __init__(self, *machines: dict[str, float], clusters: bool = True) -> None:
         names = "NodeDied LocalRayletDied WorkerCrashed OutOfMemory TaskCancelled"
-        base = type("RayError", (Exception,), {})
-        kinds = {f"{name}Error": type(name, (base,), {}) for name in names.split()}
-        self.exceptions = SimpleNamespace(**kinds, RayError=base, RayTaskError=RayTaskError)
+        kinds = {f"{name}Error": type(name, (RayError,), {}) for name in names.split()}
+        self.exceptions = SimpleNamespace(**kinds, RayError=RayError, RayTaskError=RayTaskError)
         self.machines, self.clusters = list(machines), clusters
         self.options: list[dict[str, Any]] = []
         self.inits: list[dict[str, Any]] = []
@@ -234,6 +237,18 @@ def test_the_machines_that_do_the_work_complete_the_configurations(
         run_study(wrong, tmp_path / "wrong", data, command="", cluster=cluster, say=said.append)
     assert not (tmp_path / "wrong").exists()
     assert ray.shutdowns == 2
+
+
+@pytest.mark.parametrize("error", [RayTaskError(ModuleNotFoundError("No module named 'qurve'")), RayError("a\nlost")])
+def test_machines_that_cannot_plan_are_no_riddle(error: Exception, ray: FakeRay) -> None:
+    ray.ends = [error]
+    with pytest.raises(QurveError, match=r"\((No module named 'qurve'|lost)\); is the same qurve installed there\?"):
+        RayWorkers(Cluster()).resolved([tiny()], "")
+
+
+def test_a_gpu_has_to_be_asked_of_ray(ray: FakeRay) -> None:
+    with pytest.raises(BadInput, match="add --gpus-per-run 1"):
+        RayWorkers(Cluster()).resolved([tiny("train.device=cuda")], "")
 
 
 HOLDER = """

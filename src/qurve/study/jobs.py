@@ -101,7 +101,7 @@ def make(job: Job, device: str, data_folder: str) -> Outcome:
     from qurve.train.loop import train
 
     try:
-        if device.startswith("cuda"):
+        if device.startswith("cuda:"):
             import torch
 
             torch.cuda.set_device(device)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from qurve.errors import BadInput
+from qurve.errors import BadInput, QurveError
 from qurve.files import claimed
 from qurve.study.jobs import Job, Outcome, make, resolved
 from qurve.train.config import RunConfig
@@ -73,12 +73,19 @@ class RayWorkers:
         )
 
     def resolved(self, configs: list[RunConfig], data_folder: str) -> list[RunConfig]:
+        if not self._cluster.gpus_per_run and any(config.train.device.startswith("cuda") for config in configs):
+            raise BadInput("a run on a GPU needs one from Ray: add --gpus-per-run 1, or a share such as 0.5")
+        task = self._resolved.remote(configs, self._cluster.cpus_per_run, data_folder)
         try:
-            found: list[RunConfig] = self._ray.get(
-                self._resolved.remote(configs, self._cluster.cpus_per_run, data_folder)
-            )
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+            found: list[RunConfig] = self._ray.get(task)
+        except self._ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", error)
+            if isinstance(cause, QurveError):
+                raise cause from None
+            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
+            raise QurveError(
+                f"a machine of the Ray cluster cannot plan the study ({reason}); is the same qurve installed there?"
+            ) from error
         return found
 
     @property
