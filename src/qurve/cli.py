@@ -435,11 +435,8 @@ def _at_least(name: str, value: int, least: int) -> None:
 def _refuse_foreign_study(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is a file; give another --out")
-    if (
-        folder.exists()
-        and any(folder.iterdir())
-        and not ({"study.json", "data", LOCK} & {p.name for p in folder.iterdir()})
-    ):
+    found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    if found and not found & {"study.json", "data", LOCK}:
         raise BadInput(f"{folder} holds something that is not a study; give another --out")
 
 

@@ -417,7 +417,9 @@ def test_a_second_interrupt_kills_the_workers(monkeypatch: pytest.MonkeyPatch, t
     told: list[str] = []
 
     class Busy(InProcess):
-        _processes = {1: SimpleNamespace(terminate=lambda: told.append("end"), kill=lambda: told.append("end now"))}
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            process = SimpleNamespace(terminate=lambda: told.append("end"), kill=lambda: told.append("end now"))
+            self._processes = {1: process}
 
         def submit(self, function: Any, *args: Any) -> Future[Any]:
             return Future()

@@ -197,7 +197,7 @@ def _knock(address: str) -> None:
     if not host or not port.isdecimal() or "/" in host:
         raise BadInput(f"--ray {address}: write auto, or the head node's HOST:PORT (6379 unless it was given another)")
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
         raise ConnectionError(str(error)) from None
 

@@ -157,7 +157,7 @@ def status_json(states: list[State]) -> str:
 
 
 def status_table(states: list[State]) -> Group:
-    """One row a run, and how many there are of each kind."""
+    """How many runs there are of each kind, which a low terminal must not cut off, then one row a run."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -181,7 +181,7 @@ def status_table(states: list[State]) -> Group:
             _span(state.seconds_since_sign),
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text, not markup: a reason may hold brackets
-    return Group(table, Text(", ".join(f"{number} {kind}" for kind, number in counts(states).items())))
+    return Group(Text(", ".join(f"{number} {kind}" for kind, number in counts(states).items())), table)
 
 
 def _status(state: State) -> str:
@@ -205,7 +205,7 @@ def watch(folder: Path, console: Console) -> None:
     from rich.live import Live
 
     watched, quiet_since = Watched(folder), time.monotonic()
-    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+    with Live(console=console, auto_refresh=False) as live:
         while True:
             states = watched.look()
             live.update(status_table(states), refresh=True)
