@@ -550,7 +550,7 @@ def kill_once(run):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    config = tiny("train.steps=200", "train.checkpoint_every=4")
+    config = tiny("train.steps=80", "train.checkpoint_every=5")
     study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", config),), seeds=(1,))
     threading.Thread(target=kill_once, args=[RunFolder(run_path(folder, "baseline", 1))], daemon=True).start()
     failed = run_study(study, folder, TokenData.open(sys.argv[2]), command="", workers=1, retries=int(sys.argv[3]))
@@ -569,7 +569,7 @@ def test_a_run_whose_process_is_killed_is_continued_to_the_same_numbers(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "its process died; it is continued from its last checkpoint (1 of 1)" in done.stdout
-    study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", tiny("train.steps=200")),), seeds=(1,))
+    study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", tiny("train.steps=80")),), seeds=(1,))
     run(study, tmp_path / "quiet", data, workers=1)
     killed, quiet = (RunFolder(run_path(tmp_path / name, "baseline", 1)) for name in ("killed", "quiet"))
     assert len(killed.environment()["resumed"]) == 1
@@ -577,7 +577,7 @@ def test_a_run_whose_process_is_killed_is_continued_to_the_same_numbers(
     assert lines[0] == lines[1]
     for name in ("model", "optimizer"):
         file = f"{name}.safetensors"
-        assert sha256_of(killed.checkpoint(200) / file) == sha256_of(quiet.checkpoint(200) / file)
+        assert sha256_of(killed.checkpoint(80) / file) == sha256_of(quiet.checkpoint(80) / file)
 
 
 INTERRUPTED = """
