@@ -193,7 +193,7 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
-# -------------------------------------------------------------------------------------------------------- while training
+# ------------------------------------------------------------------------------------------------------ while training
 
 
 def autocast(config: RunConfig) -> torch.autocast:
