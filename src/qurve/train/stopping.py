@@ -41,23 +41,21 @@ def listening(*, say: bool) -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-
-    def give_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    # A signal that its parent set to be ignored stays ignored (None: a handler that is not Python's).
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
 
     def ask(number: int, frame: FrameType | None) -> None:
         if say and not stop.requested:  # not by print: the signal may have come in the middle of one
             os.write(2, b"\nstopping: the step is finished and saved first (Ctrl-C now stops at once)\n")
         stop.requested = True
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if signal.SIGINT in before:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    # A signal that its parent set to be ignored stays ignored.
-    for number in SIGNALS:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, ask)
+    for number in before:
+        signal.signal(number, ask)
     try:
         yield stop
     finally:
-        give_back()
+        for number, handler in before.items():
+            signal.signal(number, handler)
