@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from qurve.config import apply_settings
 from qurve.data.corpus import embedded_corpus
 from qurve.data.loader import TokenData
@@ -169,3 +171,9 @@ def cut_short(config: RunConfig, out: Path, data: TokenData, how: str, step: int
     with contextlib.suppress(Lost, Stopped), patching() as patch:
         patch.setattr(loop, "batch", batch_and_signal)
         train(config, out, data, After(step, actions.get(how, lambda: None)), resume="auto")
+
+
+def stop_after(step: int, out: Path, data: TokenData, config: RunConfig | None = None) -> RunFolder:
+    with pytest.raises(Stopped, match=f"stopped after step {step}; --resume auto goes on from there"):
+        train(config or smallest(), out, data, After(step, ask_to_stop), resume="auto")
+    return RunFolder(out)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import signal
-import threading
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +27,7 @@ from interrupted import (
     numbers,
     smallest,
     snapshot,
+    stop_after,
 )
 from qurve.config import content_hash, from_dict
 from qurve.data.loader import TokenData
@@ -44,18 +43,6 @@ STEPS = smallest().train.steps
 
 
 @pytest.fixture(scope="module")
-def little(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
-    data = little_data(tmp_path_factory.mktemp("little"))
-    assert len(data.split("train")) // 16 < 3 * 4  # the third step begins the second epoch
-    return data
-
-
-@pytest.fixture(scope="module")
-def undisturbed(little: TokenData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return train(smallest(), tmp_path_factory.mktemp("undisturbed") / "run", little)
-
-
-@pytest.fixture(scope="module")
 def stopped(little: TokenData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run that was stopped after step 5. Tests copy it."""
     return stop_after(5, tmp_path_factory.mktemp("stopped") / "run", little)
@@ -65,12 +52,6 @@ def stopped(little: TokenData, tmp_path_factory: pytest.TempPathFactory) -> RunF
 def run(stopped: RunFolder, tmp_path: Path) -> RunFolder:
     shutil.copytree(stopped.path, tmp_path / "run", symlinks=True)
     return RunFolder(tmp_path / "run")
-
-
-def stop_after(step: int, out: Path, data: TokenData, config: RunConfig | None = None) -> RunFolder:
-    with pytest.raises(Stopped, match=f"stopped after step {step}; --resume auto goes on from there"):
-        train(config or smallest(), out, data, After(step, ask_to_stop), resume="auto")
-    return RunFolder(out)
 
 
 def config_of(run: RunFolder) -> RunConfig:
@@ -121,9 +102,9 @@ def test_it_is_cut_short_where_it_should_be(how: str, little: TokenData, tmp_pat
     assert [line["step"] for line in run.eval_lines()] == ([0, 3, 4] if how == "stop-at" else [0, 3])
 
 
-@pytest.mark.parametrize("threads", [pytest.param(2, id="2 threads")])
-def test_more_threads_are_as_exact(threads: int, little: TokenData, tmp_path: Path) -> None:
-    config = smallest(f"train.threads={threads}", "model.d_model=64", "train.tokens_per_step=512")
+@pytest.mark.slow
+def test_two_threads_are_as_exact(little: TokenData, tmp_path: Path) -> None:
+    config = smallest("train.threads=2", "model.d_model=64", "train.tokens_per_step=512")
     whole = train(config, tmp_path / "whole", little)
     run = stop_after(5, tmp_path / "run", little, config)
     assert_same(train(config, run.path, little, resume="auto"), whole)
@@ -401,7 +382,7 @@ def test_a_diverged_run_stays_diverged_unless_something_changes(
     assert [folder.status()["status"] for folder in (run, other)] == ["finished", "finished"]
 
 
-# ------------------------------------------------------------------------------------------------- disk full, signals
+# ----------------------------------------------------------------------------------------------------------- disk full
 
 
 def full_disk(*args: Any, **kwargs: Any) -> Any:
@@ -448,86 +429,3 @@ def test_a_full_disk_that_takes_no_status_either_still_says_what_went_wrong(
     monkeypatch.setattr(RunFolder, "go_on", lambda *args: None)
     with pytest.raises(QurveError, match=r"the disk is full .* step 5 is whole"):
         train(smallest(), run.path, little, resume="auto")
-
-
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_leaves_at_once(
-    first: signal.Signals, little: TokenData, undisturbed: RunFolder, tmp_path: Path
-) -> None:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        run = RunFolder(tmp_path / "run")
-
-        def twice() -> None:
-            signal.raise_signal(first)
-            signal.raise_signal(signal.SIGINT)
-
-        with pytest.raises(KeyboardInterrupt):
-            train(smallest(), run.path, little, After(5, twice))
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (run.checkpoint_steps(), run.last_step()) == ([2, 4], 5)  # step 5 was not saved
-    assert run.status()["status"] == "stopped"
-    assert_whole(run)
-    assert_same(train(smallest(), run.path, little, resume="auto"), undisturbed)
-
-
-def test_a_second_signal_in_the_midst_of_the_save_leaves_the_checkpoint_before(
-    little: TokenData, undisturbed: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = checkpoint.write_manifest
-
-    def interrupted(folder: Path) -> None:
-        manifest(folder)
-        if "00000005" in folder.name:
-            signal.raise_signal(signal.SIGINT)
-
-    run = RunFolder(tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_manifest", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train(smallest(), run.path, little, After(5, ask_to_stop))
-    assert run.checkpoint_steps() == [2, 4]
-    assert_whole(run)
-    assert_same(train(smallest(), run.path, little, resume="auto"), undisturbed)
-
-
-def test_signal_handlers_are_given_back(little: TokenData, tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    stop_after(1, tmp_path / "stopped", little)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    train(smallest("train.steps=1"), tmp_path / "whole", little)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_a_signal_that_was_to_be_ignored_stays_ignored(
-    little: TokenData, undisturbed: RunFolder, tmp_path: Path
-) -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        assert_same(train(smallest(), tmp_path / "run", little, After(5, ask_to_stop)), undisturbed)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_training_works_in_another_thread(little: TokenData, undisturbed: RunFolder, tmp_path: Path) -> None:
-    thread = threading.Thread(target=train, args=(smallest(), tmp_path / "run", little))
-    thread.start()
-    thread.join()
-    assert_same(RunFolder(tmp_path / "run"), undisturbed)
-
-
-def test_a_run_that_was_stopped_before_its_first_step_begins_again(
-    little: TokenData, undisturbed: RunFolder, tmp_path: Path
-) -> None:
-    class AtOnce(After):
-        def evaluated(self, line: dict[str, Any]) -> None:
-            ask_to_stop()
-
-    run = RunFolder(tmp_path / "run")
-    with pytest.raises(Stopped, match="stopped after step 0"):
-        train(smallest(), run.path, little, AtOnce())
-    assert (run.checkpoint_steps(), run.status()["status"]) == ([], "stopped")
-    assert_same(train(smallest(), run.path, little, resume="auto"), undisturbed)
