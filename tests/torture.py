@@ -223,7 +223,7 @@ def main() -> int:
     given = parser.parse_args()
     given.out = given.out.resolve()
     if given.out.exists():
-        parser.error(f"{given.out} is there already; if it is of an earlier torture that found a fault, keep or remove it")
+        parser.error(f"{given.out} is there already: a torture that found a fault leaves it")
     given.out.mkdir(parents=True)
     began, tally, rng = time.monotonic(), Tally(), random.Random(given.seed)
     torture(given.kills, rng, given.out, tally)

@@ -147,6 +147,15 @@ def test_without_a_checkpoint_it_begins_again_in_place(
     assert_same(train(smallest(), run.path, little, resume="auto"), undisturbed)
 
 
+def test_of_a_changed_model_step_0_is_measured_anew(little: TokenData, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(Lost):
+        train(smallest(), run.path, little, After(1, lose))
+    train(smallest("train.seed=2"), run.path, little, resume="auto", changed=["train.seed"])
+    afresh = train(smallest("train.seed=2"), tmp_path / "afresh", little)
+    assert_same(run, afresh)
+
+
 def test_a_finished_run_is_left_as_it_is(little: TokenData, undisturbed: RunFolder) -> None:
     before = snapshot(undisturbed.path)
     progress = After()
@@ -269,6 +278,13 @@ def a_strangers_checkpoint(run: RunFolder) -> None:
     (run.checkpoint(5) / "state.json").write_text(json.dumps(state | {"config_hash": "another"}))
     (run.checkpoint(5) / "manifest.json").unlink()
     checkpoint.write_manifest(run.checkpoint(5))
+
+
+def test_metrics_that_are_no_metrics_are_refused_even_where_none_are_needed(run: RunFolder, little: TokenData) -> None:
+    shutil.rmtree(run.checkpoint(5))
+    shutil.rmtree(run.checkpoint(4))
+    run.metrics_file.write_text("not\n" + run.metrics_file.read_text())
+    refuse(run, little, r"metrics\.jsonl, line 1: not JSON")
 
 
 @pytest.mark.parametrize(
