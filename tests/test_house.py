@@ -47,7 +47,9 @@ def required(*extras: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("lock", "extras"), [("requirements.lock", ()), ("requirements-dev.lock", ("dev", "hf"))], ids=["runtime", "dev"]
+    ("lock", "extras"),
+    [("requirements.lock", ()), ("requirements-dev.lock", ("dev", "hf", "ray", "track"))],
+    ids=["runtime", "dev"],
 )
 def test_lock_pins_every_requirement_within_its_bound(lock: str, extras: tuple[str, ...]) -> None:
     pins = read_lock(lock)

@@ -196,9 +196,10 @@ def train(
     from qurve.train.distributed import joined
     from qurve.train.loop import train as train_model
     from qurve.train.progress import Progress, for_console
+    from qurve.train.runtime import resolve_device
 
     console = _console(as_json)
-    with joined(config.train.device) as world, _nothing_created_when_refused(out, world.main):
+    with joined(resolve_device(config.train.device)) as world, _nothing_created_when_refused(out, world.main):
         if world.main:
             opened = open_data(config.data, out / "data")
         world.wait()  # the embedded corpus is prepared once

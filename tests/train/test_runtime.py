@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurve.data.loader import TokenData
+from qurve.errors import BadInput
 from qurve.train import runtime
+from qurve.train.distributed import ALONE, World
 from qurve.train.runtime import available_cores, resolve
 from tiny import tiny
 
@@ -68,3 +70,46 @@ def test_a_run_says_its_commit_and_whether_the_sources_differ_from_it(
     assert runtime._commit() == git("rev-parse", "HEAD")
     (tmp_path / "changed.py").touch()
     assert runtime._commit() == git("rev-parse", "HEAD") + "+changes"
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "message"),
+    [
+        (("train.parallel=ddp",), World(0, 3, 0, 3), r"4 sequences \(128 tokens\) do not divide among 3 processes"),
+        (
+            ("train.parallel=ddp", "train.micro_batch=4"),
+            World(0, 2, 0, 2),
+            r"= 4 does not divide each of the 2 processes' 2 seq",
+        ),
+        ((), World(1, 2, 1, 2), r"2 processes were started for one run; add --parallel ddp or --parallel fsdp"),
+        (("train.parallel=fsdp",), ALONE, r"--parallel fsdp is for several processes: start them with torchrun"),
+    ],
+)
+def test_processes_that_cannot_share_a_step_are_refused(
+    settings: tuple[str, ...], world: World, message: str, data: TokenData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "launched", lambda: world.size > 1)
+    with pytest.raises(BadInput, match=message):
+        resolve(tiny("train.micro_batch=none", *settings), data, world)
+
+
+def test_what_processes_share_out_is_resolved_for_their_number(
+    data: TokenData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "launched", lambda: True)
+    monkeypatch.setattr(runtime, "available_cores", lambda: 8)
+    config = tiny("train.micro_batch=none", "train.threads=none", "train.parallel=ddp")
+    for size, local, micro_batch, threads in ((1, 1, 4, 8), (2, 2, 2, 4), (4, 2, 1, 4)):
+        resolved = resolve(config, data, World(0, size, 0, local)).train
+        assert (resolved.micro_batch, resolved.threads) == (micro_batch, threads)
+
+
+def test_what_is_left_open_stays_as_it_was(data: TokenData) -> None:
+    before = tiny("train.threads=3", "train.micro_batch=2", "train.precision=bf16").train
+    names = ("threads", "micro_batch")
+    auto = ("train.precision=auto", "train.device=auto", "train.compile=true")
+    open_ended = tiny(*(f"train.{name}=none" for name in names), *auto)
+    resolved = resolve(open_ended, data, before=before).train
+    assert (resolved.threads, resolved.micro_batch, resolved.precision) == (3, 2, "bf16")
+    assert (resolved.device, resolved.compile) == ("cpu", False)
+    assert resolve(tiny("train.micro_batch=1"), data, before=before).train.micro_batch == 1

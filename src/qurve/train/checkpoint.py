@@ -52,7 +52,7 @@ def save_checkpoint(
 
     Called by every process of the run (each has parts of the tensors); the first one writes.
     """
-    weights = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    weights = {name: full(tensor).contiguous() for name, tensor in model.state_dict().items()}
     moments = {name: full(tensor) for name, tensor in _optimizer_tensors(model, optimizer).items()}
     if world.main:
         folder = run.checkpoint(step)

@@ -111,7 +111,8 @@ def train(
             if not is_there:
                 held.enter_context(claimed(run.path))
             run.create(*written)
-        mirror = None
+        mirror: Mirror | None = None
+        status: Status = "failed"
         try:
             held.enter_context(machine_settings(config))
             model = GPT(config.model, seed=config.train.seed).to(config.train.device)
@@ -126,20 +127,23 @@ def train(
             world.wait()
             if wanted.train.compile and not config.train.compile:
                 progress.note(no_compiler())
-            mirror = Mirror.open(config.train.trackers if world.main else (), run, config, step, progress.note)
+            first = step + 1 if step else 0
+            mirror = Mirror.open(config.train.trackers if world.main else (), run, config, first, progress.note)
             with listening(say=world.main) as stop:
                 training = Training(config, run, data, world, progress, model, loss_module, optimizer, mirror)
                 _train(training, step, state, stop)
+            status = "finished"
         except BaseException as error:
+            status = how_it_ended(error)
             if begun and world.main:
-                _say_how_it_ended(run, error)
+                _set_status(run, status, error)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise QurveError(_disk_full(run, error)) from error
             raise
         finally:
             progress.finish()
             if mirror is not None:
-                mirror.close()
+                mirror.close(status)
         if world.main:
             run.set_status("finished", step=config.train.updates)
         world.wait()
@@ -322,12 +326,13 @@ def first_non_finite(model: GPT, loss: Tensor) -> str:
     return "the gradient's norm is not finite"
 
 
-def _say_how_it_ended(run: RunFolder, error: BaseException) -> None:
-    status: Status = "failed"
+def how_it_ended(error: BaseException) -> Status:
     if isinstance(error, (Stopped, KeyboardInterrupt)):
-        status = "stopped"
-    elif isinstance(error, Diverged):
-        status = "diverged"
+        return "stopped"
+    return "diverged" if isinstance(error, Diverged) else "failed"
+
+
+def _set_status(run: RunFolder, status: Status, error: BaseException) -> None:
     try:
         run.set_status(status, step=run.last_step(), why=str(error) or type(error).__name__)
     except OSError as trouble:  # a full disk: what went wrong first is the error, and it is on its way

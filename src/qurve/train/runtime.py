@@ -19,7 +19,7 @@ from qurve.accounting import count
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
 from qurve.train.config import Precision, RunConfig, TrainConfig
-from qurve.train.distributed import ALONE, World
+from qurve.train.distributed import ALONE, World, launched
 
 MODEST_TOKENS = {"cpu": 16_384, "cuda": 65_536}
 """Tokens of one micro-batch at most, where none is given."""
@@ -47,6 +47,10 @@ def resolve(config: RunConfig, data: TokenData, world: World = ALONE, before: Tr
             f"a step's {sequences} sequences ({train.tokens_per_step:,} tokens) do not divide among {world.size} "
             f"processes; take a number of processes that divides {sequences}, or another train.tokens_per_step"
         )
+    if world.size > 1 and train.parallel is None:
+        raise BadInput(f"{world.size} processes were started for one run; add --parallel ddp or --parallel fsdp")
+    if train.parallel is not None and not launched():
+        raise BadInput(f"--parallel {train.parallel} is for several processes: start them with torchrun")
     share = sequences // world.size
     divisors = (n for n in range(min(share, modest), 0, -1) if share % n == 0)
     micro_batch = train.micro_batch or next(divisors)

@@ -26,7 +26,7 @@ class StopRequest:
         """Whether any process of the run was asked. All ask this at the same place, so that all stop there."""
         if world.size == 1:
             return self.requested
-        return bool(world.total(torch.tensor(float(self.requested), device=world.device)))
+        return bool(world.total(torch.tensor(float(self.requested))))
 
 
 @contextlib.contextmanager
