@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from interrupted import After, ask_to_stop, assert_same, assert_whole, smallest, stop_after
+from interrupted import After, ask_to_stop, assert_same, assert_whole, smallest, snapshot, stop_after
+from qurve import presets
+from qurve.config import apply_settings
 from qurve.data.loader import TokenData
-from qurve.errors import Stopped
+from qurve.errors import BadInput, Stopped
 from qurve.runfolder import RunFolder
 from qurve.train import checkpoint
+from qurve.train.config import RunConfig
 from qurve.train.loop import train
 
 
@@ -98,3 +105,64 @@ def test_a_run_that_was_stopped_before_its_first_step_begins_again(
         train(smallest(), run.path, little, AtOnce())
     assert (run.checkpoint_steps(), run.status()["status"]) == ([], "stopped")
     assert_same(train(smallest(), run.path, little, resume="auto"), undisturbed)
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+STEPS = 60
+
+
+def smoke() -> RunConfig:
+    return apply_settings(presets.get("smoke"), [f"train.steps={STEPS}", "model.dropout=0.1"])
+
+
+@contextlib.contextmanager
+def qurve_train(run: RunFolder, data: Path) -> Iterator[subprocess.Popen[str]]:
+    """`qurve train smoke`, after its 10th step; killed at the end if it is still there."""
+    command = [sys.executable, "-m", "qurve", "train", "smoke", "--steps", str(STEPS), "--set", "model.dropout=0.1"]
+    command += ["--data", str(data), "--out", str(run.path), "--resume", "auto"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert any(text.startswith("step 10/") for text in process.stdout)
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_saves_and_says_that_it_was_stopped(
+    sent: signal.Signals, data_folder: Path, data: TokenData, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    with qurve_train(run, data_folder) as process:
+        process.send_signal(sent)
+        _, said = process.communicate()
+    assert process.returncode == 130
+    step = run.last_step()
+    assert 10 <= step < STEPS
+    assert "stopping: the step is finished and saved first (once more stops at once)" in said
+    assert f"stopped after step {step}; --resume auto goes on from there" in said
+    assert "Traceback" not in said
+    assert (run.status()["status"], run.status()["step"], run.checkpoint_steps()) == ("stopped", step, [step])
+    undisturbed = train(smoke(), tmp_path / "undisturbed", data)
+    assert_same(train(smoke(), run.path, data, resume="auto"), undisturbed)
+
+
+@pytest.mark.slow
+def test_one_folder_one_process(data_folder: Path, data: TokenData, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    with qurve_train(run, data_folder) as process:
+        process.send_signal(signal.SIGSTOP)  # it is there, and writes nothing
+        while (before := snapshot(run.path)) != snapshot(run.path):
+            pass
+        second = subprocess.run(process.args, capture_output=True, text=True)
+        assert second.returncode == 2
+        assert f"another process is working on {run.path} (process {process.pid} on " in second.stderr
+        with pytest.raises(BadInput, match=f"another process is working on .*process {process.pid} on"):
+            train(smoke(), run.path, data, resume="auto")
+        assert snapshot(run.path) == before
+    assert (run.path / ".lock").exists()  # of a process that is gone
+    train(smoke(), run.path, data, resume="auto")
+    assert run.status()["status"] == "finished"
