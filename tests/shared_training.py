@@ -28,7 +28,7 @@ SEQUENCES, MICRO_BATCH, STEPS = 16, 2, 20
 
 
 def settings(mode: str | None, **more: Any) -> TrainConfig:
-    return TrainConfig(lr=3e-3, precision="float32", parallel=mode, **more)  # type: ignore[arg-type]
+    return TrainConfig(**{"lr": 3e-3, "precision": "float32", "parallel": mode, **more})
 
 
 def windows(seed: int) -> tuple[Tensor, Tensor]:
@@ -97,6 +97,16 @@ def check_fill(model: GPT, loss: nn.Module, optimizer: torch.optim.Optimizer) ->
             assert torch.equal(full(optimizer.state[weight][kind]), wanted), (kind, name)
     with torch.no_grad():
         torch.testing.assert_close(loss(*windows(0)), other.loss(*windows(0)), rtol=1e-6, atol=0)
+    # An evaluation leaves the model with the parameters that the optimiser knows.
+    known = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    assert {id(weight) for weight in model.parameters()} == known
+
+
+def check_precision(mode: str, world: World) -> None:
+    """In bf16 nothing is rounded that one process keeps in float32."""
+    loss = spread(GPT(MODEL, seed=3), settings(mode, precision="bf16"), world)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(loss(*windows(0)), GPT(MODEL, seed=3).loss(*windows(0)), rtol=1e-6, atol=0)
 
 
 def check_finite(model: GPT, world: World) -> None:
@@ -138,6 +148,7 @@ def main(file: str, *modes: str) -> None:
             results[mode], model, loss, optimizer = train(mode, world)
             check_fill(model, loss, optimizer)
             check_finite(model, world)
+            check_precision(mode, world)
             check_checkpointing(mode, world)
         if world.main:
             Path(file).write_text(json.dumps(results), encoding="utf-8")

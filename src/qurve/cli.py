@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from qurve.config import apply_settings
-from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, did_you_mean
+from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, Stopped, did_you_mean
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows `?` for what it cannot
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interrupt like Ctrl-C
-    errors = Console(stderr=True)
+    errors, rank = Console(stderr=True), os.environ.get("RANK", "0")
     if arguments in (["--version"], ["-V"]):
         import qurve
 
@@ -79,9 +80,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
             raise BadInput(f"there is no command {arguments[0]!r}{did_you_mean(arguments[0], COMMANDS)}")
         code = app.cli(args=arguments or ["--help"], prog="qurve", description=DESCRIPTION)
+    except Stopped as stopped:
+        if rank == "0":  # all processes of a run stop together
+            errors.print(f"qurve: {stopped}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(stopped.exit_code)
     except QurveError as error:
+        where = "" if rank == "0" else f"process {rank}: "
         errors.print("[bold red]qurve: error:[/] ", end="", highlight=False)
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"{where}{error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of a pipe is gone: nothing more to say
         sys.stderr.close()

@@ -23,8 +23,8 @@ PROGRAM = str(Path(shared_training.__file__))
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_many_processes_train_like_one(size: int, tmp_path: Path) -> None:
-    # DDP and FSDP2 in one start, which is what takes the time. Each process checks agreements, `fill`, `all_finite` and
-    # activation checkpointing by itself.
+    # DDP and FSDP2 in one start, which is what takes the time. Each process checks agreements, `fill`, `all_finite`,
+    # bf16 and activation checkpointing by itself.
     for process in together(size, "-W", "error", PROGRAM, str(tmp_path / "found.json"), "ddp", "fsdp"):
         assert process.returncode == 0, process.stderr
     one = shared_training.train(None, World())[0]
@@ -92,6 +92,7 @@ def test_each_process_needs_a_gpu_of_its_own(device: str, message: str, monkeypa
 
 DYING = """
 import os, sys, torch
+from qurve.errors import Diverged
 from qurve.train.distributed import joined
 with joined("cpu") as world:
     for step in range(10**9):
@@ -99,7 +100,7 @@ with joined("cpu") as world:
         if step == 5 and world.rank == 1:
             if sys.argv[1] == "killed":
                 os.kill(os.getpid(), 9)
-            raise SystemExit(3)
+            raise Diverged("the data ended")
 """
 
 
@@ -112,7 +113,8 @@ def test_a_process_that_dies_ends_the_job(end: str, tmp_path: Path) -> None:
         [*command, tmp_path / "dying.py", end], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert job.returncode == 1
-    assert f"exitcode  : {-9 if end == 'killed' else 3}" in job.stderr
+    assert ("exitcode  : -9" if end == "killed" else "Diverged: the data ended") in job.stderr
+    assert "onnection" in job.stderr  # what the other process saw: closed, or reset
 
 
 def test_the_timeout_is_finite() -> None:

@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from qurve.data.loader import TokenData
 from qurve.runfolder import RunFolder
 from qurve.train import trackers
+from qurve.train.loop import train
+from qurve.train.progress import Progress
 from qurve.train.trackers import Mirror, scalars
 from tiny import tiny
 
@@ -383,3 +386,41 @@ def test_random_numbers_stay_as_they_were(run: RunFolder, notes: list[str], wand
     mirror.close("finished")
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert notes == []
+
+
+# ------------------------------------------------------------------------------------------------------ with a training
+
+
+class Notes(Progress):
+    """Keeps what a training says."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.note = notes.append  # type: ignore[method-assign]
+
+
+def without_seconds(run: RunFolder) -> Lines:
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in run.metrics()]
+
+
+def test_training_is_mirrored_across_a_resume(tmp_path: Path, data: TokenData, finished: RunFolder) -> None:
+    setting = 'train.trackers=["tensorboard"]'
+    train(tiny(setting, "train.stop_at=2"), tmp_path / "run", data)
+    run = train(tiny(setting), tmp_path / "run", data, resume="auto")
+    assert shown_by_tensorboard(run) == as_float32(charts_of(list(run.metrics())))
+    assert without_seconds(run) == without_seconds(finished)
+
+
+@pytest.mark.parametrize("method", ["__init__", "log", "close"])
+def test_training_goes_on_without_a_tracker_that_fails(
+    tmp_path: Path,
+    data: TokenData,
+    finished: RunFolder,
+    notes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    with_failing(monkeypatch, method, RuntimeError("broken"))
+    run = train(tiny('train.trackers=["tensorboard"]'), tmp_path / "run", data, Notes(notes))
+    assert run.status()["status"] == "finished"
+    assert without_seconds(run) == without_seconds(finished)
+    assert len([note for note in notes if "broken" in note]) == 1

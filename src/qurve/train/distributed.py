@@ -84,7 +84,7 @@ def joined(device: str) -> Iterator[World]:
     """Meet the other processes that torchrun started, for the time of the block; a lone process is its own world.
 
     `device` is `cpu` (gloo) or `cuda` (NCCL; each process takes the GPU of its local rank). Raises `BadInput` when the
-    machine has no GPU for this process. Collective.
+    machine has no GPU for this process. After an error in the block the process is expected to exit. Collective.
     """
     if not launched():
         yield ALONE
@@ -95,10 +95,10 @@ def joined(device: str) -> Iterator[World]:
         _take_gpu(device, world)
         backend = "cpu:gloo,cuda:nccl"  # agreements travel as CPU tensors and leave the GPU alone
     dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        yield world
-    finally:
-        dist.destroy_process_group()
+    yield world
+    # Not after an error: the process's own message must come before the others' "connection closed", whose exit would
+    # have torchrun end this one, and NCCL may wait for ever for what the others never sent. Its exit closes everything.
+    dist.destroy_process_group()
 
 
 def _take_gpu(device: str, world: World) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -85,7 +86,7 @@ class Mirror:
                 self._failed(name, error)
 
     def _failed(self, name: str, error: Exception) -> None:
-        reason = (str(error).strip().splitlines() or [""])[0]
+        reason = textwrap.shorten(str(error), 300, placeholder=" …")
         if isinstance(error, ModuleNotFoundError):
             reason += "; it comes with pip install 'qurve[track]'"
         self._note(f"{name} no longer mirrors this run ({type(error).__name__}: {reason}); training goes on without it")
