@@ -15,7 +15,8 @@ from pathlib import Path
 from qurve import presets
 from qurve.runfolder import RunFolder, write_atomic
 from qurve.study.definition import Arm, Study
-from qurve.study.execute import run_path, run_study
+from qurve.study.execute import run_study
+from qurve.study.jobs import run_path
 from qurve.train.data import open_data
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)

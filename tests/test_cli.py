@@ -21,7 +21,7 @@ from qurve import presets
 from qurve.cli import COMMANDS, main
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
-from qurve.study import execute
+from qurve.study import local
 from tiny import InProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,9 +123,15 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
     ("command", "flags"),
     [
         ("train", "--out --data --seed --steps --device --precision --set --json"),
-        ("compare", "--out --data --seeds --steps --device --workers --set --json"),
+        (
+            "compare",
+            "--grid --out --data --seeds --steps --device --workers --retries --ray --cpus-per-run --gpus-per-run "
+            "--set --json",
+        ),
         ("prepare", "--out --tokenizer --split --workers --json"),
         ("report", "--json"),
+        ("study", "FOLDER status --json"),
+        ("watch", "RUN|STUDY"),
         ("presets", "--json"),
         ("plan", "--steps --device --set --json"),
     ],
@@ -378,7 +384,7 @@ def compared(study_file: Path, data_folder: Path, tmp_path_factory: pytest.TempP
     """A finished study of two arms and three seeds, and what was printed. Tests only read it."""
     folder = tmp_path_factory.mktemp("compared") / "study"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "ProcessPoolExecutor", InProcess)
+        patch.setattr(local, "ProcessPoolExecutor", InProcess)
         done = call("compare", study_file, "--data", data_folder, "--out", folder, "--workers", 2, "--json")
     assert done.code == 0, done.err
     return folder, done
@@ -455,17 +461,18 @@ def test_compare_refuses_a_changed_setting_and_touches_nothing(again: Callable[.
     assert snapshot(study) == before
 
 
-def test_compare_makes_an_unfinished_run_anew(
+def test_compare_continues_an_unfinished_run(
     again: Callable[..., Outcome], study: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
     path = study / "runs" / "wide" / "seed-2"
     losses = [line["loss"] for line in RunFolder(path).train_lines()]
+    shutil.rmtree(RunFolder(path).checkpoint(3))
     RunFolder(path).set_status("running", step=1)
     done = again("--json")
     assert done.code == 0
     assert "5 of 6 runs are made already and kept" in words(done.err)
-    assert (study / "runs" / "wide" / "seed-2.unfinished-1" / "metrics.jsonl").exists()
+    assert "1 that was begun will be continued" in words(done.err)
     assert RunFolder(path).status()["status"] == "finished"
     assert [line["loss"] for line in RunFolder(path).train_lines()] == losses
     assert [row["seeds_n"] for row in done.json["rows"]] == [3, 3]
@@ -486,7 +493,7 @@ def test_runs_that_break_stop_no_other_and_leave_with_1(data_folder: Path, tmp_p
     file = tmp_path / "broken.py"
     file.write_text(BROKEN)
     folder = tmp_path / "study"
-    done = call("compare", file, "--data", data_folder, "--out", folder, "--workers", 1)
+    done = call("compare", file, "--data", data_folder, "--out", folder, "--workers", 1, "--retries", 0)
     assert done.code == 1
     statuses = {
         arm: RunFolder(folder / "runs" / arm / "seed-1").status()
@@ -516,6 +523,82 @@ def test_report_is_written_anew_from_the_runs(study: Path, compared: tuple[Path,
     assert done.code == 0
     assert done.json["rows"] == compared[1].json["rows"]
     assert (study / "report" / "report.html").exists()
+
+
+# ------------------------------------------------------------------------------------------------------ grids, watching
+
+
+def test_a_grid_is_compared_point_by_point(data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
+    small = ["--set", "train.tokens_per_step=128", "--set", "train.precision=float32", "--set", "eval.windows=4"]
+    more = ["--grid", "train.lr=1e-3,4e-3", "--seeds", 1, "--steps", 2, "--workers", 1, "--json", *small]
+    done = call("compare", "smoke", "--data", data_folder, "--out", tmp_path / "grid", *more, "--set", "train.min_lr=0")
+    assert done.code == 0, done.err
+    assert [row["arm"] for row in done.json["rows"]] == ["lr=1e-3", "lr=4e-3"]
+    rates = [
+        RunFolder(tmp_path / "grid" / "runs" / arm / "seed-1").config_json()[0]["train"]["lr"]
+        for arm in ("lr=1e-3", "lr=4e-3")
+    ]
+    assert rates == [1e-3, 4e-3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("small", "--grid", "train.lr=1e-3,2e-3"), "--grid varies a preset, and 'small' is none"),
+        (("small", "--cpus-per-run", 2), "--cpus-per-run and --gpus-per-run belong to --ray"),
+        (("small", "--ray", "auto", "--workers", 2), "--workers is for this machine"),
+        (("small", "--ray", "auto", "--cpus-per-run", 0), "--cpus-per-run 0: it must be at least 1"),
+        (("small", "--ray", "auto", "--gpus-per-run", 1.5), "--gpus-per-run 1.5: a share of one GPU, or a whole"),
+        (("small", "--retries", -1), "--retries -1: it must be at least 0"),
+    ],
+)
+def test_what_a_comparison_cannot_be_given_is_refused(
+    arguments: tuple[object, ...], message: str, tmp_path: Path
+) -> None:
+    refused = call("compare", *arguments, "--out", tmp_path / "study")
+    assert refused.code == 2
+    assert message in words(refused.err)
+    assert not (tmp_path / "study").exists()
+
+
+def test_status_of_a_study_names_every_run_and_touches_nothing(study: Path) -> None:
+    RunFolder(study / "runs" / "wide" / "seed-2").set_status("failed", step=1, why="planted [red]")
+    shutil.rmtree(study / "runs" / "wide" / "seed-3")
+    before = snapshot(study)
+    done = call("study", "status", study, "--json")
+    assert done.code == 0
+    states = {state["run"]: state for state in done.json["runs"]}
+    assert list(states) == [f"{arm}, seed {seed}" for arm in ("baseline", "wide") for seed in (1, 2, 3)]
+    assert (states["wide, seed 2"]["status"], states["wide, seed 2"]["why"]) == ("failed", "planted [red]")
+    assert states["wide, seed 3"]["status"] == "waiting"
+    assert done.json["counts"] == {"finished": 4, "failed": 1, "waiting": 1}
+    told = words(call("study", "status", study).out)
+    assert "4 finished, 1 failed, 1 waiting" in told
+    assert snapshot(study) == before
+
+
+@pytest.mark.parametrize("command", [("study", "status"), ("watch",)])
+def test_what_is_no_run_and_no_study_cannot_be_watched(command: tuple[str, ...], tmp_path: Path) -> None:
+    refused = call(*command, tmp_path)
+    assert (refused.code, "is neither a study nor a run" in words(refused.err)) == (2, True)
+
+
+def test_watching_ends_when_nothing_runs_and_ctrl_c_leaves_it_quietly(
+    study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = call("watch", study)
+    assert (done.code, "6 finished" in done.out) == (0, True)
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    run = RunFolder(study / "runs" / "wide" / "seed-2")
+    run.set_status("running", step=1)
+    os.utime(run.metrics_file)
+    monkeypatch.setattr("time.sleep", interrupted)
+    done = call("watch", run.path)
+    assert (done.code, done.err) == (0, "")
 
 
 # ---------------------------------------------------------------------------------------------------------- terminals

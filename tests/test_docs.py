@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qurve import presets
+from qurve.cli import COMMANDS
 from qurve.study.definition import Study
 
 ROOT = Path(__file__).parents[1]
@@ -35,12 +36,8 @@ def test_links_and_files_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_presets_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    commands = set(
-        re.findall(
-            r"\bqurve (compare|train|prepare|report|plan|presets|\w+) ?", " ".join(re.findall(r"`qurve [^`]+`", text))
-        )
-    )
-    assert commands <= {"compare", "train", "prepare", "report", "plan", "presets"}
+    commands = set(re.findall(r"\bqurve (\w+) ?", " ".join(re.findall(r"`qurve [^`]+`", text))))
+    assert commands <= set(COMMANDS)
     assert {f"{a}/{b}" for a, b in re.findall(r"\b(paper|small)/([a-z]+-?[\w.-]*\w)", text)} <= set(presets.names())
 
 

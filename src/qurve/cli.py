@@ -22,6 +22,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from qurve.config import apply_settings
 from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, Stopped, did_you_mean
+from qurve.files import LOCK
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ FEW_DOCUMENTS = 10
 """Validation documents below which `prepare` points to another rule."""
 
 app = tyro.extras.SubcommandApp()
-COMMANDS = ("compare", "train", "prepare", "report", "presets", "plan")
+COMMANDS = ("compare", "train", "prepare", "report", "study", "watch", "presets", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -107,8 +108,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 @app.command(name="compare")
 def compare(
     study: Annotated[
-        Positional[str], arg(metavar="STUDY", help="A built-in study (small, paper) or a Python file exposing STUDY.")
+        Positional[str],
+        arg(
+            metavar="STUDY",
+            help="A built-in study (small, paper) or a Python file exposing STUDY; with --grid, a preset.",
+        ),
     ] = "small",
+    grid: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        option(metavar="PATH=V1,V2", help="Compare these values of a field; again for another: every combination."),
+    ] = (),
     data: Data = None,
     out: Annotated[Path | None, option(metavar="DIR", help="The study's folder. Default: runs/STUDY.")] = None,
     seeds: Annotated[
@@ -117,6 +126,18 @@ def compare(
     workers: Annotated[
         int | None, option(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
     ] = None,
+    retries: Annotated[
+        int, option(metavar="N", help="Times that a failed run is tried again, from its checkpoint. Default: 1.")
+    ] = 1,
+    ray: Annotated[
+        str | None, option(metavar="auto|HOST:PORT", help="Make the runs on a Ray cluster; auto: find or start one.")
+    ] = None,
+    cpus_per_run: Annotated[
+        int | None, option(metavar="N", help="With --ray: CPUs of each run, and its threads. Default: 1.")
+    ] = None,
+    gpus_per_run: Annotated[
+        float | None, option(metavar="X", help="With --ray: GPUs of each run, or a share of one. Default: 0.")
+    ] = None,
     steps: Annotated[int | None, option(metavar="N", help="Steps of every run, instead of the study's own.")] = None,
     device: Device = None,
     settings: Settings = (),
@@ -124,21 +145,30 @@ def compare(
 ) -> int:
     """Train every arm of a study with the same seeds on the same batches, then report which differences are real.
 
-    Runs that are finished already are kept: the same command continues a study that was cut short.
+    Runs that are finished already are kept and unfinished ones continued: the same command goes on with a study that
+    was cut short.
     """
-    from qurve.study.definition import load_study
+    from qurve.study.definition import grid_study, load_study
     from qurve.study.execute import run_study
+    from qurve.study.on_ray import Cluster
     from qurve.train.data import open_data
 
-    chosen = load_study(study)
+    flags = _given(steps=steps, device=device)
+    chosen = grid_study(study, grid, settings).change(**flags) if grid else load_study(study).change(settings, **flags)
     if seeds is not None:
-        _at_least_one("--seeds", seeds)
+        _at_least("--seeds", seeds, 1)
         if seeds > MOST_SEEDS:
             raise BadInput(f"--seeds {seeds}: at most {MOST_SEEDS}")
         chosen = dataclasses.replace(chosen, seeds=tuple(range(1, seeds + 1)))
     if workers is not None:
-        _at_least_one("--workers", workers)
-    chosen = chosen.change(settings, **_given(steps=steps, device=device))
+        _at_least("--workers", workers, 1)
+    _at_least("--retries", retries, 0)
+    share = _given(cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run)
+    if ray is None and share:
+        raise BadInput("--cpus-per-run and --gpus-per-run belong to --ray")
+    if ray is not None and workers is not None:
+        raise BadInput("--workers is for this machine; with --ray, the cluster's size and --cpus-per-run decide")
+    cluster = None if ray is None else Cluster(ray, **share)
     folder = out or Path("runs") / chosen.name
     _refuse_foreign_study(folder)
     config = chosen.arms[0].config.data
@@ -148,7 +178,16 @@ def compare(
     command = " ".join(["qurve", *sys.argv[1:]])
     with _nothing_created_when_refused(folder):
         opened = open_data(config, folder / "data")
-        failed = run_study(chosen, folder, opened, command=command, workers=workers, say=_plain(console))
+        failed = run_study(
+            chosen,
+            folder,
+            opened,
+            command=command,
+            workers=workers,
+            cluster=cluster,
+            retries=retries,
+            say=_plain(console),
+        )
     _show_report(folder, console, as_json)
     for name, reason in failed.items():
         console.print(f"failed: {name}: {reason}", markup=False, highlight=False)
@@ -284,6 +323,35 @@ def report(
     return 0
 
 
+@app.command(name="study")
+def study(
+    action: Annotated[Positional[Literal["status"]], arg(help="What to do with the study.")],
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, or a run's.")],
+    as_json: Json = False,
+) -> int:
+    """Say how far a study's runs are, from its folder alone: it may be at work anywhere."""
+    from qurve.study.watch import Watched, status_json, status_table
+
+    watched = Watched(folder)
+    if as_json:
+        print(status_json(watched.look()))
+    else:
+        Console().print(status_table(watched.look()))
+    return 0
+
+
+@app.command(name="watch")
+def watch(
+    folder: Annotated[Positional[Path], arg(metavar="RUN|STUDY", help="A run's folder, or a study's.")],
+) -> int:
+    """Show how far a run or a study is, live, until nothing runs any more. Ctrl-C leaves; nothing else stops."""
+    from qurve.study.watch import watch as show
+
+    with contextlib.suppress(KeyboardInterrupt):
+        show(folder, Console())
+    return 0
+
+
 @app.command(name="presets")
 def presets(as_json: Json = False) -> int:
     """List the named configurations."""
@@ -365,15 +433,16 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise BadInput(f"{name} {value}: it must be at least 1")
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise BadInput(f"{name} {value}: it must be at least {least}")
 
 
 def _refuse_foreign_study(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is a file; give another --out")
-    if folder.exists() and any(folder.iterdir()) and not ({"study.json", "data"} & {p.name for p in folder.iterdir()}):
+    found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    if found and not found & {"study.json", "data", LOCK}:
         raise BadInput(f"{folder} holds something that is not a study; give another --out")
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from qurve import accounting, presets
 from qurve.config import content_hash, differences, from_dict
 from qurve.errors import BadInput
-from qurve.study.definition import Arm, Study, load_study
+from qurve.study.definition import Arm, Study, grid_study, load_study
 from qurve.train.config import RunConfig
 from tiny import tiny
 
@@ -199,3 +200,73 @@ def test_a_broken_study_file_is_named_with_its_error(text: str, tmp_path: Path) 
     file.write_text(text)
     with pytest.raises(BadInput, match=rf"{file} cannot be run: \w+Error"):
         load_study(str(file))
+
+
+# ---------------------------------------------------------------------------------------------------------------- grids
+
+
+def test_a_grid_makes_an_arm_of_every_point_and_the_first_the_baseline() -> None:
+    study = grid_study("smoke", ["train.lr=1e-3,2e-3", "model.dropout=0,0.1"], ["train.min_lr=1e-4"])
+    assert [arm.name for arm in study.arms] == [
+        "lr=1e-3+dropout=0",
+        "lr=1e-3+dropout=0.1",
+        "lr=2e-3+dropout=0",
+        "lr=2e-3+dropout=0.1",
+    ]
+    assert [(arm.config.train.lr, arm.config.model.dropout) for arm in study.arms] == [
+        (1e-3, 0.0),
+        (1e-3, 0.1),
+        (2e-3, 0.0),
+        (2e-3, 0.1),
+    ]
+    assert {arm.config.train.min_lr for arm in study.arms} == {1e-4}
+    assert study.baseline == "lr=1e-3+dropout=0"
+    assert study.name == "smoke-lr-dropout"
+    assert len({content_hash(arm.config) for arm in study.arms}) == 4
+
+
+def test_a_grids_names_are_told_apart_and_can_be_folders() -> None:
+    grid = ["model.query.width=8", "model.key=bottleneck", "model.key.width=8,9"]
+    names = [arm.name for arm in grid_study("small/res-gelu", grid).arms]
+    assert names == ["query.width=8+model.key=bottleneck+key.width=8", "query.width=8+model.key=bottleneck+key.width=9"]
+    objects = ['{"kind":"bottleneck","width":8}', '{"kind": "bottleneck", "width": 16}', "{}"]
+    study = grid_study("small/res-gelu", [f"model.query={','.join(objects[:2])}"])
+    assert [arm.config.model.query.width for arm in study.arms] == [8, 16]  # type: ignore[attr-defined]
+    assert [arm.name for arm in study.arms] == ["query=-kind-bottleneck-width-8", "query=-kind-bottleneck-width-16"]
+
+
+def test_points_whose_names_would_be_one_folder_are_numbered() -> None:
+    full = presets.get("small/res-gelu").model.query
+    values = [json.dumps({"kind": "bottleneck", **dataclasses.asdict(full), "scale": scale}) for scale in (0.5, 0.25)]
+    first, second = grid_study("small/res-gelu", [f"model.query={','.join(values)}"]).arms
+    assert len(first.name) == 100
+    assert second.name == f"{first.name}-2"
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (["train.lr"], "write it as path=value,value"),
+        (["train.lr="], "write it as path=value,value"),
+        (["=1,2"], "write it as path=value,value"),
+        (["train.lr=1e-3,,2e-3"], "write it as path=value,value"),
+        (["train.lr=1e-3,0.001"], "the points lr=1e-3 and lr=0.001 are the same configuration"),
+        (["train.log_every=1,2"], "are the same configuration"),
+        (["train.lr=1e-3", "train.lr=2e-3"], "a path is given twice"),
+        (["train.min_rl=1e-3,2e-3"], "--grid train.min_rl: there is no field 'min_rl'; did you mean 'min_lr'?"),
+        (["train.lr=1e-3,fast"], "train.lr = 'fast' is not a finite number"),
+        (["train.steps=1,2"], "--grid train.steps: every arm of a study needs the same; --set train.steps="),
+        (["model.context=32,64"], "--grid model.context: every arm of a study needs the same"),
+        (["data.order=epochs,paper"], "--grid data.order: every arm"),
+        (["train.seed=1,2"], "every arm is trained with every seed"),
+        (["train.lr=" + ",".join(map(str, range(1, 1002)))], "1,001 points"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused(grid: list[str], message: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(message)):
+        grid_study("smoke", grid)
+
+
+def test_a_grid_varies_a_preset_alone() -> None:
+    with pytest.raises(BadInput, match="varies a preset, and 'smok' is none; did you mean 'smoke'"):
+        grid_study("smok", ["train.lr=1e-3,2e-3"])

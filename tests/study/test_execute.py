@@ -6,12 +6,15 @@ import dataclasses
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +24,13 @@ from hypothesis import strategies as st
 from qurve.config import content_hash
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
+from qurve.files import LOCK, claimed, sha256_of
 from qurve.runfolder import RunFolder
-from qurve.study import execute
+from qurve.study import execute, jobs, local
 from qurve.study.definition import Arm, Study
-from qurve.study.execute import Job, run_path, run_study
+from qurve.study.execute import run_study
+from qurve.study.jobs import Job, Outcome, run_path
+from qurve.study.local import LocalWorkers, next_job
 from qurve.study.results import doubts, load
 from qurve.train import runtime
 from tiny import InProcess, tiny
@@ -53,6 +59,9 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+really_execute = execute._execute
+
+
 class Executed:
     """What `run_study` would have handed to its workers."""
 
@@ -60,8 +69,8 @@ class Executed:
         self.jobs: list[Job] = []
         self.devices: list[str] = []
 
-    def __call__(self, jobs: list[Job], devices: list[str], data: str, say: Any) -> dict[str, str]:
-        self.jobs, self.devices = jobs, devices
+    def __call__(self, jobs: list[Job], workers: Any, data: str, retries: int, say: Any) -> dict[str, str]:
+        self.jobs, self.devices = jobs, workers.devices
         return {}
 
 
@@ -74,7 +83,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Executed:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
 
 
 def run(study: Study, folder: Path, data: TokenData, **more: Any) -> tuple[dict[str, str], list[str]]:
@@ -92,7 +101,7 @@ def handed_out(jobs: list[Job], n_workers: int, ends: Iterator[int]) -> list[tup
     while waiting or busy:
         for worker in range(n_workers):
             if waiting and worker not in busy:
-                job = execute._next_job(waiting, last.get(worker), [j.arm.name for j in busy.values()])
+                job = next_job(waiting, last.get(worker), [j.arm.name for j in busy.values()])
                 waiting.remove(job)
                 busy[worker], last[worker] = job, job.arm.name
                 order.append((worker, job))
@@ -123,10 +132,10 @@ def test_every_job_is_handed_out_once_and_a_worker_leaves_an_arm_only_when_none_
 
 def test_a_workers_own_arm_comes_before_one_that_nobody_is_at() -> None:
     waiting = jobs_of({"a": 1, "b": 1})
-    assert execute._next_job(waiting, "b", []).arm.name == "b"
-    assert execute._next_job(waiting, "b", ["b"]).arm.name == "b"
-    assert execute._next_job(waiting, "c", ["a"]).arm.name == "b"
-    assert execute._next_job(waiting, None, ["a", "b"]).arm.name == "a"
+    assert next_job(waiting, "b", []).arm.name == "b"
+    assert next_job(waiting, "b", ["b"]).arm.name == "b"
+    assert next_job(waiting, "c", ["a"]).arm.name == "b"
+    assert next_job(waiting, None, ["a", "b"]).arm.name == "a"
 
 
 def test_workers_spread_over_the_arms() -> None:
@@ -248,22 +257,31 @@ def test_new_seeds_and_arms_are_added(made: Path, executed: Executed, data: Toke
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "stopped"])
-def test_an_unfinished_run_is_moved_aside_and_made_anew(
-    status: Any, made: Path, executed: Executed, data: TokenData
+def test_an_unfinished_run_is_continued_to_the_same_end(
+    status: Any, made: Path, in_process: None, data: TokenData
 ) -> None:
-    path = run_path(made, "wide", 2)
-    for number in (1, 2):
-        RunFolder(path).set_status(status, step=1)
-        kept = (path / "status.json").read_text()
-        _, said = run(make_study("train.steps=2"), made, data, workers=2)
-        assert [job.name for job in executed.jobs] == ["wide, seed 2"]
-        aside = path.with_name(f"seed-2.unfinished-{number}")
-        assert (aside / "status.json").read_text() == kept
-        assert not path.exists()
-        assert any(str(aside) in text for text in said)
-        path.mkdir()
-        for name in ("config.json", "status.json"):
-            os.link(aside / name, path / name)
+    run_folder = RunFolder(run_path(made, "wide", 2))
+    before = [(line["step"], line["loss"]) for line in run_folder.metrics()]
+    shutil.rmtree(run_folder.checkpoint(2))
+    run_folder.set_status(status, step=1)
+    failed, said = run(make_study("train.steps=2", "train.checkpoint_every=1"), made, data, workers=2)
+    assert failed == {}
+    assert any("1 that was begun will be continued" in text for text in said)
+    assert run_folder.status()["status"] == "finished"
+    assert [(line["step"], line["loss"]) for line in run_folder.metrics()] == before
+    assert not list(run_folder.path.parent.glob("*unfinished*"))
+
+
+def test_a_run_that_stopped_early_on_request_is_not_made_when_more_is_asked_for(
+    in_process: None, executed: Executed, data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "_execute", really_execute)
+        run(make_study("train.stop_at=2", seeds=(1,)), tmp_path, data, workers=1)
+    run(make_study("train.stop_at=2", seeds=(1,)), tmp_path, data, workers=1)
+    assert executed.jobs == []
+    run(make_study(seeds=(1,)), tmp_path, data, workers=1)
+    assert len(executed.jobs) == 3
 
 
 def test_another_configuration_is_refused_with_what_changed_and_nothing_touched(
@@ -285,7 +303,7 @@ def test_a_strange_folder_in_a_runs_place_is_refused(data: TokenData, executed: 
     place = run_path(tmp_path, "wide", 1)
     place.mkdir(parents=True)
     (place / "notes.txt").write_text("mine")
-    with pytest.raises(BadInput, match="holds something that is not a run"):
+    with pytest.raises(BadInput, match=r"holds notes\.txt and no run"):
         run(make_study(), tmp_path, data)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]
 
@@ -304,27 +322,145 @@ def test_a_diverging_run_is_told_and_stops_no_other(in_process: None, data: Toke
     assert statuses == {"baseline": "finished", "wild": "diverged", "res-gelu": "finished"}
 
 
-def test_an_interruption_ends_the_study_and_leaves_no_run_running(
-    in_process: None, data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Scripted:
+    """A worker whose runs end as they are told to, in order: each job has its list of outcomes."""
+
+    at_a_time = 1
+
+    def __init__(self, **outcomes: list[str]) -> None:
+        self.outcomes = outcomes
+        self.started: list[str] = []
+        self.running: list[Job] = []
+        self.stopped = 0
+
+    def start(self, waiting: list[Job], data_folder: str) -> None:
+        if waiting and not self.running:
+            self.running.append(waiting.pop(0))
+            self.started.append(self.running[0].arm.name)
+
+    def ended(self, seconds: float) -> list[tuple[Job, Outcome]]:
+        kind = self.outcomes[self.running[0].arm.name].pop(0)
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        return [(self.running.pop(0), Outcome(kind, f"it {kind}"))]  # type: ignore[arg-type]
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def execute_scripted(workers: Scripted, retries: int, tmp_path: Path) -> tuple[dict[str, str], list[str]]:
+    said: list[str] = []
+    config = tiny()
+    todo = [Job(Arm(name, name, config), 1, config, tmp_path / name) for name in workers.outcomes]
+    return execute._execute(todo, workers, "", retries, said.append), said  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "retries", "tries", "fails"),
+    [
+        (["failed", "made"], 1, 2, False),
+        (["failed", "failed"], 1, 2, True),
+        (["died", "made"], 1, 2, False),
+        (["died", "failed", "made"], 1, 3, False),
+        (["failed"], 0, 1, True),
+        (["died"], 0, 1, True),
+        (["failed"] * 3 + ["made"], 3, 4, False),
+        (["lost"] * execute.MACHINES_LOST + ["made"], 0, execute.MACHINES_LOST + 1, False),
+        (["lost"] * (execute.MACHINES_LOST + 1), 0, execute.MACHINES_LOST + 1, True),
+        (["stopped"], 5, 1, True),
+        (["made"], 5, 1, False),
+    ],
+)
+def test_a_broken_run_is_tried_again_so_often_and_stops_no_other(
+    outcomes: list[str], retries: int, tries: int, fails: bool, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "study"
+    workers = Scripted(a=list(outcomes), b=["made"])
+    failed, said = execute_scripted(workers, retries, tmp_path)
+    assert workers.started.count("a") == tries
+    assert workers.started.count("b") == 1
+    assert failed == ({"a, seed 1": f"it {outcomes[-1]}"} if fails else {})
+    assert len([text for text in said if "it is continued from its last checkpoint" in text]) == tries - 1
+    assert [text for text in said if text.startswith(("[1/2]", "[2/2]"))][-1].startswith("[2/2]")
 
-    class Silent(InProcess):
-        """A worker that begins its run and is not heard of again."""
 
-        def submit(self, function: Any, *args: Any) -> Future[str]:
-            RunFolder(args[0].folder).create("{}", "", {})
+def test_a_run_whose_process_died_is_no_longer_called_running(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "a").create("{}", "", {})
+    execute_scripted(Scripted(a=["died"]), 0, tmp_path)
+    state = RunFolder(tmp_path / "a").status()
+    assert (state["status"], state["why"]) == ("failed", "it died")
+
+
+def test_an_interruption_stops_the_workers_and_leaves_no_run_running(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "b").create("{}", "", {})
+    workers = Scripted(a=["made"], b=["interrupt"], c=["made"])
+    with pytest.raises(KeyboardInterrupt):
+        execute_scripted(workers, 1, tmp_path)
+    assert workers.stopped == 1
+    assert workers.started == ["a", "b"]
+    assert RunFolder(tmp_path / "b").status()["status"] == "stopped"
+
+
+def test_what_fails_comes_back_in_words(data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unpicklable(Exception):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(f"{one} {two}")
+
+    def breaks(*args: Any, **kwargs: Any) -> None:
+        raise Unpicklable("out of", "luck")
+
+    monkeypatch.setattr("qurve.train.loop.train", breaks)
+    job = Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")
+    assert jobs.make(job, "cpu", str(data_folder)) == Outcome("failed", "out of luck")
+
+
+def test_a_second_interrupt_kills_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Busy(InProcess):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            process = SimpleNamespace(terminate=lambda: told.append("end"), kill=lambda: told.append("end now"))
+            self._processes = {1: process}
+
+        def submit(self, function: Any, *args: Any) -> Future[Any]:
             return Future()
+
+        def shutdown(self, **kwargs: Any) -> None:
+            told.append("closed")
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(execute, "ProcessPoolExecutor", Silent)
-    monkeypatch.setattr(execute, "wait", interrupted)
+    monkeypatch.setattr(local, "ProcessPoolExecutor", Busy)
+    workers = LocalWorkers("cpu", 1, 1)
+    workers.start([Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")], "")
+    monkeypatch.setattr(local, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(make_study(), folder, data, workers=2)
-    statuses = [json.loads(file.read_text())["status"] for file in folder.rglob("status.json")]
-    assert statuses == ["stopped", "stopped"]
+        workers.stop()
+    workers.close()
+    assert told == ["end", "end now", "closed"]
+
+
+def test_a_died_worker_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Dying(InProcess):
+        made = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            Dying.made += 1
+
+        def submit(self, function: Any, *args: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(BrokenProcessPool("gone"))
+            return future
+
+    monkeypatch.setattr(local, "ProcessPoolExecutor", Dying)
+    workers = LocalWorkers("cpu", 1, 1)
+    job = Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")
+    for count in (1, 2):
+        waiting = [job]
+        workers.start(waiting, "")
+        assert (waiting, workers.running) == ([], [job])
+        assert workers.ended(1) == [(job, Outcome("died", "its process died"))]
+        assert (workers.running, Dying.made) == ([], count)
 
 
 def test_estimate_says_how_far_the_running_ones_are(made: Path) -> None:
@@ -332,18 +468,18 @@ def test_estimate_says_how_far_the_running_ones_are(made: Path) -> None:
     running = [Job(Arm("wide", "Wide", c), 2, c, run_path(made, "wide", 2)) for c in configs[:1]]
     waiting = [Job(Arm("wide", "Wide", c), 3, c, run_path(made, "wide", 3)) for c in configs[1:]]
     last = RunFolder(running[0].folder).train_lines()[-1]
-    text = execute._estimate(running, waiting, 1)
+    text = execute.estimate(running, waiting, 1)
     assert text.startswith(f"wide, seed 2: step 2/2, loss {last['loss']:.3f}; about ")
     assert text.endswith(f"about {last['seconds'] / 2 * 10:.0f} s left")
-    assert execute._estimate(waiting, [], 1) == "wide, seed 3: step 0/10"
+    assert execute.estimate(waiting, [], 1) == "wide, seed 3: step 0/10"
 
 
 PARENT = """
-import multiprocessing, os, signal, sys
-from qurve.study.execute import _worker
+import os, signal, sys
+from qurve.study.local import new_pool
 
 if __name__ == "__main__":
-    pool = _worker(multiprocessing.get_context("spawn"))
+    pool = new_pool()
     print(pool.submit(os.getpid).result(), flush=True)
     pool.submit(signal.pause)
     sys.stdin.read()
@@ -365,9 +501,10 @@ def test_a_killed_parent_leaves_no_worker_behind(tmp_path: Path) -> None:
 
 def test_two_processes_never_work_on_one_study(executed: Executed, data: TokenData, tmp_path: Path) -> None:
     folder = tmp_path / "study"
-    with execute._claimed(folder), pytest.raises(BadInput, match=f"another process is working on {folder}"):
+    folder.mkdir()
+    with claimed(folder), pytest.raises(BadInput, match=f"another process is working on {folder}"):
         run(make_study(), folder, data)
-    assert not list(folder.iterdir())
+    assert not [path for path in folder.iterdir() if path.name != LOCK]
     run(make_study(), folder, data)
     assert executed.jobs
 
@@ -395,40 +532,95 @@ def test_looks_with_other_seeds_are_remembered_and_said(executed: Executed, data
     assert any("run before with other seeds (1, 2)" in doubt for doubt in doubts(results))
 
 
-INTERRUPTED = """
-import os, signal, sys
+KILLED = """
+import multiprocessing, os, signal, sys, threading, time
 from pathlib import Path
-from qurve.study import execute
-from qurve.study.definition import Arm
+from qurve.data.loader import TokenData
+from qurve.runfolder import RunFolder
+from qurve.study.definition import Arm, Study
+from qurve.study.execute import run_study
+from qurve.study.jobs import run_path
 from tiny import tiny
 
-def endless(job, device, data):
-    print(os.getpid(), flush=True)
-    while True:
-        signal.pause()
+def kill_once(run):
+    while not (run.is_begun() and run.last_step() > 15):
+        time.sleep(0.01)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
 
 if __name__ == "__main__":
-    execute._make = endless
-    execute._execute([execute.Job(Arm("wide", "Wide", tiny()), 1, tiny(), Path(sys.argv[1]))], ["cpu"], "", print)
+    folder = Path(sys.argv[1])
+    config = tiny("train.steps=80", "train.checkpoint_every=5")
+    study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", config),), seeds=(1,))
+    threading.Thread(target=kill_once, args=[RunFolder(run_path(folder, "baseline", 1))], daemon=True).start()
+    failed = run_study(study, folder, TokenData.open(sys.argv[2]), command="", workers=1, retries=int(sys.argv[3]))
+    sys.exit(len(failed))
 """
 
 
-def test_an_interrupted_parent_ends_the_run_its_worker_is_at(tmp_path: Path) -> None:
-    """The signal reaches the parent alone, as a scheduler's does: it must not wait for runs that take days."""
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_is_continued_to_the_same_numbers(
+    in_process: None, data: TokenData, data_folder: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "parent.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, script, tmp_path / "killed", data_folder, "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "its process died; it is continued from its last checkpoint (1 of 1)" in done.stdout
+    study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", tiny("train.steps=80")),), seeds=(1,))
+    run(study, tmp_path / "quiet", data, workers=1)
+    killed, quiet = (RunFolder(run_path(tmp_path / name, "baseline", 1)) for name in ("killed", "quiet"))
+    assert len(killed.environment()["resumed"]) == 1
+    lines = [[{**line, "seconds": 0} for line in each.metrics()] for each in (killed, quiet)]
+    assert lines[0] == lines[1]
+    for name in ("model", "optimizer"):
+        file = f"{name}.safetensors"
+        assert sha256_of(killed.checkpoint(80) / file) == sha256_of(quiet.checkpoint(80) / file)
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from qurve.data.loader import TokenData
+from qurve.study.definition import Arm, Study
+from qurve.study.execute import run_study
+from tiny import tiny
+
+if __name__ == "__main__":
+    config = tiny("train.steps=1000000")
+    study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", config),), seeds=(1, 2))
+    run_study(study, Path(sys.argv[1]), TokenData.open(sys.argv[2]), command="", workers=1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["the parent alone", "the whole terminal"])
+def test_an_interrupted_study_has_its_run_save_and_goes_on_from_there(
+    how: str, data_folder: Path, tmp_path: Path
+) -> None:
+    """A scheduler's signal reaches the parent alone, the terminal's Ctrl-C its group: both times once is once."""
+    script, run_folder = tmp_path / "parent.py", RunFolder(run_path(tmp_path / "study", "baseline", 1))
     script.write_text(INTERRUPTED)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, script, tmp_path / "run"]
+    command = [sys.executable, script, tmp_path / "study", data_folder]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
-        assert parent.stdout is not None
-        worker = os.pidfd_open(int(parent.stdout.readline()))
         try:
-            parent.send_signal(signal.SIGINT)
-            _, told = parent.communicate(timeout=30)
+            while not run_folder.metrics_file.exists() or run_folder.last_step() < 3:
+                assert parent.poll() is None
+            if how == "the parent alone":
+                parent.send_signal(signal.SIGINT)
+            else:
+                os.killpg(parent.pid, signal.SIGINT)
+            _, told = parent.communicate(timeout=60)
             assert "KeyboardInterrupt" in told
-            assert select.select([worker], [], [], 30)[0], "the worker lives on"
         finally:
             parent.kill()
-            os.close(worker)
+    state = run_folder.status()
+    assert state["status"] == "stopped"
+    assert state["step"] == run_folder.last_step() == run_folder.checkpoint_steps()[-1]
+    assert not run_path(tmp_path / "study", "baseline", 2).exists()
+    assert not list((tmp_path / "study").rglob(LOCK))

@@ -40,8 +40,27 @@ def test_a_diverged_run_is_marked_and_enters_no_mean(tmp_path):
     top, bottom = figures.curves_figure(load(write_study(tmp_path, fates=fates))).axes
     marks = [line for line in top.lines if line.get_marker() == "x"]
     assert [list(mark.get_xdata()) for mark in marks] == [[140]] * 3
-    assert "Res. GELU (nonlinear query) (no seed …" in top.get_legend_handles_labels()[1]
+    assert "Res. GELU (nonlinea… (3 of 3 diverged)" in top.get_legend_handles_labels()[1]
     assert not any(len(line.get_xdata()) for line in bottom.lines if line.get_color() == figures.PALETTE[2])
+
+
+def test_one_diverged_seed_is_told_beside_those_that_finished(tmp_path):
+    results = load(write_study(tmp_path, fates={("res-gelu", 2): "diverged"}))
+    top, _ = figures.curves_figure(results).axes
+    assert len([line for line in top.lines if line.get_marker() == "x"]) == 1
+    assert any(label.endswith(" (1 of 3 diverged)") for label in top.get_legend_handles_labels()[1])
+    (axes,) = figures.differences_figure(results).axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert [label.endswith("\n(1 of 3 diverged)") for label in labels] == [False, True]
+
+
+def test_a_run_that_diverged_before_it_was_measured_is_marked_at_the_edge(tmp_path):
+    folder = write_study(tmp_path, fates={("res-gelu", 2): "diverged"})
+    file = folder / "runs" / "res-gelu" / "seed-2" / "metrics.jsonl"
+    file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if "split" not in line))
+    top, _ = figures.curves_figure(load(folder)).axes
+    (mark,) = [line for line in top.lines if line.get_marker() == "x"]
+    assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([140], [top.get_ylim()[1]])
 
 
 def test_smoothing_keeps_a_constant_and_averages_noise():

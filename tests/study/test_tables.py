@@ -100,3 +100,27 @@ def test_terminal_table_keeps_every_digit_in_80_columns(tmp_path):
         for key in ("diff", "diff_low", "diff_high"):
             assert signed(row[key], 4) in text
         assert f"{row['tokens_per_s']:,.0f}" in text
+
+
+def test_an_arm_of_which_some_seeds_diverged_says_so_beside_its_mean(tmp_path):
+    results = load(write_study(tmp_path, fates={("mlp-4.75", 1): "diverged"}))
+    arm = results.others[0]
+    survivors = [run.val[-1][1] for run in arm.runs.values() if run.status == "finished"]
+    assert len(survivors) == 2
+    mean = f"{sum(survivors) / 2:.4f}"
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal_table(results))
+    assert re.search(rf"MLP 4.75 +2/3 +900,000 +{mean} [^\n]*\n +\(1 diverged\)", console.export_text())
+    assert f"& {mean} (1 diverged) &" in tex_table(results)
+    (row,) = (row for row in csv.DictReader(io.StringIO(csv_table(results))) if row["arm"] == "mlp-4.75")
+    assert "seed 1 diverged" in row["verdict"]
+
+
+def test_a_diverged_baseline_is_named_in_every_table(tmp_path):
+    results = load(write_study(tmp_path, fates={("baseline", seed): "diverged" for seed in (1, 2, 3)}))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal_table(results))
+    assert re.search(r"Baseline +0/3 +800,000 +diverged +–", console.export_text())
+    assert "& 0/3 & diverged & ref. & ref." in tex_table(results)
+    row = next(csv.DictReader(io.StringIO(csv_table(results))))
+    assert (row["val_loss"], row["verdict"].count("diverged")) == ("", 3)

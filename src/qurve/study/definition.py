@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 import re
 import runpy
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qurve import accounting, presets
-from qurve.config import apply_settings, differences, to_dict
+from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.train.config import RunConfig
 
@@ -131,6 +133,75 @@ def load_study(name: str) -> Study:
     if not isinstance(study, Study):
         raise BadInput(f"{name} does not expose a qurve Study as STUDY")
     return study
+
+
+MOST_POINTS = 1000
+MOST_LETTERS = 100
+"""Of a point's name, which becomes a folder."""
+
+
+def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -> Study:
+    """A study of a preset with every point of a grid as an arm, the first as the baseline.
+
+    `grid` has one `path=value,value,…` an axis; `settings` change the preset before it. Raises `BadInput` for an axis
+    in which arms may not differ, and for points that are alike.
+    """
+    if preset not in presets.names():
+        raise BadInput(f"--grid varies a preset, and {preset!r} is none{did_you_mean(preset, presets.names())}")
+    base = apply_settings(presets.get(preset), settings)
+    axes = dict(_axis(text) for text in grid)
+    if len(axes) < len(grid):
+        raise BadInput("--grid: a path is given twice; write all of its values into one, separated by commas")
+    if (size := math.prod(map(len, axes.values()))) > MOST_POINTS:
+        raise BadInput(f"--grid: {size:,} points, and at most {MOST_POINTS:,} are taken")
+    names = _short_names(list(axes))
+    arms: dict[str, Arm] = {}
+    for values in itertools.product(*axes.values()):
+        parts = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        label = ", ".join(parts)
+        try:
+            config = apply_settings(base, [f"{path}={value}" for path, value in zip(axes, values, strict=True)])
+        except BadInput as error:
+            raise BadInput(str(error).replace("--set", "--grid", 1)) from None
+        key = content_hash(config)
+        if key in arms:
+            raise BadInput(f"--grid: the points {arms[key].label} and {label} are the same configuration")
+        name = "+".join(re.sub(r"[^A-Za-z0-9._=@+-]+", "-", part).strip("-") for part in parts)[:MOST_LETTERS]
+        taken = {arm.name for arm in arms.values()}
+        arms[key] = Arm(name if name not in taken else f"{name}-{len(arms) + 1}", label, config)
+    first = next(iter(arms.values()))
+    study = "-".join([preset.replace("/", "-"), *names])
+    return Study(study, f"{preset}: {'; '.join(grid)}", tuple(arms.values()), baseline=first.name)
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    """The path and the values of `path=value,value`. Commas inside of brackets or quotes belong to a value."""
+    path, _, listed = text.partition("=")
+    path, depth, quoted, values = path.strip(), 0, False, [""]
+    for char in listed:
+        quoted ^= char == '"'
+        depth += 0 if quoted else (char in "[{") - (char in "]}")
+        if char == "," and not depth and not quoted:
+            values.append("")
+        else:
+            values[-1] += char
+    values = [value.strip() for value in values]
+    if not path or not all(values):
+        raise BadInput(f"--grid {text!r}: write it as path=value,value, for example train.lr=1e-3,2e-3")
+    if path == "train.seed":
+        raise BadInput("--grid train.seed: every arm is trained with every seed; --seeds N says with how many")
+    if path.startswith(SHARED):
+        raise BadInput(f"--grid {path}: every arm of a study needs the same; --set {path}=… sets it for all of them")
+    return path, values
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    """The last part of each path, with as many of those before it as it takes to tell all of them apart."""
+    for length in itertools.count(1):
+        names = [".".join(path.split(".")[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise AssertionError("paths are different")
 
 
 LABELS = {

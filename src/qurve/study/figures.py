@@ -78,6 +78,13 @@ def _look(results: StudyResults, arm: Arm) -> dict[str, Any]:
     return {"color": PALETTE[colour_index(results, arm)], "marker": MARKERS[place % len(MARKERS)]}
 
 
+def _fate(arm: Arm) -> str:
+    """What a reader must know of the arm's seeds before looking at its line; nothing when they finished."""
+    if arm.diverged:
+        return f" ({arm.diverged} of {len(arm.runs)} diverged)"
+    return "" if arm.finished else " (no seed finished)"
+
+
 def _shorten(label: str, limit: int = 38) -> str:
     return label if len(label) <= limit else label[: limit - 1] + "…"
 
@@ -98,10 +105,9 @@ def curves_figure(results: StudyResults, width: float) -> Figure:
         for run in arm.runs.values():
             _line(top, [(s, loss) for s, loss in run.val if s >= first], color=look["color"], alpha=0.35, linewidth=0.7)
         mean = _mean_curve([run.val for run in arm.finished])
-        label = arm.label if mean else f"{arm.label} (no seed finished)"
-        _line(
-            top, [(s, v) for s, v in mean if s >= first], label=_shorten(label), linewidth=1.7, markersize=3.5, **look
-        )
+        fate = _fate(arm)
+        label = _shorten(arm.label, 38 - len(fate)) + fate
+        _line(top, [(s, v) for s, v in mean if s >= first], label=label, linewidth=1.7, markersize=3.5, **look)
     best = results.best
     if best is not None:
         smooth = [(s, v) for s, v in smoothed(_mean_curve([run.train for run in best.finished])) if s >= first]
@@ -151,8 +157,8 @@ def _frame(results: StudyResults, axes: Axes) -> None:
     low, high = min(late) - margin, max(late) + margin
     axes.set_ylim(low, high)
     for run in results.runs:
-        if run.status == "diverged" and run.val:
-            step, loss = run.val[-1]
+        if run.status == "diverged":
+            step, loss = run.val[-1] if run.val else (run.step, high)
             colour = PALETTE[colour_index(results, next(arm for arm in results.arms if arm.name == run.arm))]
             height = min(max(loss, low), high)
             axes.plot(step, height, "x", color=colour, markersize=7, markeredgewidth=1.8, clip_on=False)
@@ -205,9 +211,9 @@ def differences_figure(results: StudyResults, width: float) -> Figure:
         )
         if pair.diff is None:
             axes.text(0, row, " no seed finished in both", va="center", color=look["color"])
-    axes.set_yticks(
-        range(len(results.others)), [_shorten(arm.label, 28 if width > 5 else 18) for arm in results.others]
-    )
+    length = 28 if width > 5 else 18
+    labels = [_shorten(arm.label, length) + _fate(arm).replace(" (", "\n(") for arm in results.others]
+    axes.set_yticks(range(len(results.others)), labels)
     axes.set_ylim(len(results.others) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)

@@ -84,6 +84,11 @@ class Arm:
         return [run for run in self.runs.values() if not run.finished]
 
     @property
+    def diverged(self) -> int:
+        """Number of seeds that diverged."""
+        return sum(run.status == "diverged" for run in self.runs.values())
+
+    @property
     def val_loss(self) -> float | None:
         """Mean over the finished seeds."""
         losses = [loss for run in self.finished if (loss := run.val_loss) is not None]

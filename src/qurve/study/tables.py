@@ -41,7 +41,7 @@ def rate(value: float | None) -> str:
 def loss_in_words(arm: Arm) -> str:
     """The arm's mean loss, or what became of it: never blank, never the last value of a run that broke."""
     if arm.val_loss is not None:
-        return plain(arm.val_loss, 4)
+        return plain(arm.val_loss, 4) + (f" ({arm.diverged} diverged)" if arm.diverged else "")
     return ", ".join(dict.fromkeys("not run" if run.status == "missing" else run.status for run in arm.unfinished))
 
 
@@ -75,7 +75,7 @@ def terminal_table(results: StudyResults) -> Group:
             arm.label,
             f"{row['seeds_n']}/{len(results.seeds)}",
             f"{row['non_embedding']:,}",
-            loss_in_words(arm),
+            loss_in_words(arm).replace(" (", "\n("),
             diff,
             signed(row["dll_percent"], 2, "%"),
             signed(row["dppx_percent"], 2, "%"),

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -94,7 +96,12 @@ def joined(device: str) -> Iterator[World]:
     if device != "cpu":
         _take_gpu(device, world)
         backend = "cpu:gloo,cuda:nccl"  # agreements travel as CPU tensors and leave the GPU alone
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+    if world.local_size == world.size:
+        # After a restart torchrun's store still holds the addresses of the dead (torch 2.13): each attempt takes a
+        # corner of its own. Restarts are counted by machine, so that several machines cannot go by them.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
     yield world
     # Not after an error: the process's own message must come before the others' "connection closed", whose exit would
     # have torchrun end this one, and NCCL may wait for ever for what the others never sent. Its exit closes everything.

@@ -111,10 +111,10 @@ def train(
             if not is_there:
                 held.enter_context(claimed(run.path))
             run.create(*written)
-        mirror: Mirror | None = None
         status: Status = "failed"
         try:
             held.enter_context(machine_settings(config))
+            stop = held.enter_context(listening(say=world.main))
             model = GPT(config.model, seed=config.train.seed).to(config.train.device)
             loss_module = spread(model, config.train, world)
             optimizer = build_optimizer(model, config.train)
@@ -127,12 +127,16 @@ def train(
             world.wait()
             if wanted.train.compile and not config.train.compile:
                 progress.note(no_compiler())
-            first = step + 1 if step else 0
-            mirror = Mirror.open(config.train.trackers if world.main else (), run, config, first, progress.note)
-            with listening(say=world.main) as stop:
-                training = Training(config, run, data, world, progress, model, loss_module, optimizer, mirror)
-                _train(training, step, state, stop)
+            trackers, first = config.train.trackers if world.main else (), step + 1 if step else 0
+            mirror = Mirror.open(trackers, run, config, first, progress.note)
+            held.callback(lambda: mirror.close(status))
+            _train(
+                Training(config, run, data, world, progress, model, loss_module, optimizer, mirror), step, state, stop
+            )
             status = "finished"
+            if world.main:
+                run.set_status(status, step=config.train.updates)
+            world.wait()
         except BaseException as error:
             status = how_it_ended(error)
             if begun and world.main:
@@ -142,11 +146,6 @@ def train(
             raise
         finally:
             progress.finish()
-            if mirror is not None:
-                mirror.close(status)
-        if world.main:
-            run.set_status("finished", step=config.train.updates)
-        world.wait()
     return run
 
 
@@ -297,6 +296,8 @@ def prepare_loss(training: Training, example: tuple[Tensor, Tensor]) -> LossFunc
         with autocast(config):
             torch.autograd.backward(compiled(*example))
     except (torch._dynamo.exc.TorchDynamoException, InductorError) as error:
+        if training.world.size > 1:
+            raise  # the others may have compiled theirs: they would not run the same code
         compiled = loss_module
         reason = str(error).strip().splitlines()[0]
         outcome = {"compiled": False, "compile_error": reason}

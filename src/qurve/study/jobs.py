@@ -1,0 +1,121 @@
+"""The runs that a study consists of: where each stands, what is made already, and the making of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Literal
+
+from qurve.config import content_hash, differences, from_dict
+from qurve.data.loader import TokenData
+from qurve.errors import BadInput, Diverged, Stopped
+from qurve.runfolder import RunFolder
+from qurve.study.definition import Arm, Study
+from qurve.train.config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run that is to be made."""
+
+    arm: Arm
+    seed: int
+    config: RunConfig
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name}, seed {self.seed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a run. Plain words, not the exception itself: not every exception can cross to another process."""
+
+    kind: Literal["made", "failed", "died", "lost", "stopped"]
+    """`made`: finished or diverged, nothing is left to do. `died`: its process is gone; `lost`: so is the machine."""
+    words: str
+
+
+def run_path(folder: Path, arm: str, seed: int) -> Path:
+    return folder / "runs" / arm / f"seed-{seed}"
+
+
+def jobs_of(study: Study, folder: Path) -> list[Job]:
+    return [
+        Job(arm, seed, study.run_config(arm, seed), run_path(folder, arm.name, seed))
+        for arm in study.arms
+        for seed in study.seeds
+    ]
+
+
+def resolved(configs: list[RunConfig], threads: int, data_folder: str) -> list[RunConfig]:
+    """The configurations as the machine that this runs on completes them. `BadInput` for one that it cannot train."""
+    from qurve.train.runtime import resolve
+    from qurve.train.windows import check_windows
+
+    data, found = TokenData.open(data_folder), []
+    for config in configs:
+        train = dataclasses.replace(config.train, threads=config.train.threads or threads)
+        found.append(resolve(dataclasses.replace(config, train=train), data))
+        check_windows(found[-1], data)
+    return found
+
+
+def is_made(job: Job) -> bool:
+    """Whether the run stands finished or diverged already. Raises `BadInput` when its folder is another run's."""
+    run = RunFolder(job.folder)
+    if not run.is_begun():
+        run.refuse_foreign()
+        return False
+    tree, stored = run.config_json()
+    if stored != content_hash(job.config):
+        tree.pop("format", None)
+        changed = differences(from_dict(RunConfig, tree), job.config)
+        listed = ", ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(changed.items())[:5])
+        raise BadInput(f"{job.folder} holds a run of another configuration ({listed}); give another --out")
+    state = run.status()
+    enough = int(state["step"]) >= job.config.train.updates  # else it was made with an earlier stop
+    return state["status"] == "diverged" or (state["status"] == "finished" and enough)
+
+
+def earlier_seeds(study: Study, folder: Path) -> list[list[int]]:
+    """The sets of seeds that this study was made with before, in this folder. `BadInput` when it is another study's."""
+    file = folder / "study.json"
+    if not file.exists():
+        return []
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        name, arms, seeds = before["name"], [arm["name"] for arm in before["arms"]], list(before["seeds"])
+        earlier = list(before.get("earlier_seeds", ()))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise BadInput(f"{file} is damaged ({type(error).__name__}: {error}); give another --out") from None
+    if name != study.name or not set(arms) <= {arm.name for arm in study.arms}:
+        raise BadInput(f"{folder} holds the study {name!r} with the arms {', '.join(arms)}; give another --out")
+    return earlier if seeds == list(study.seeds) else [*earlier, seeds]
+
+
+def make(job: Job, device: str, data_folder: str) -> Outcome:
+    """Make one run, or the rest of one that was cut short. Called where it is to run; raises nothing but interrupts."""
+    from qurve.train.loop import train
+
+    try:
+        if device.startswith("cuda:"):
+            import torch
+
+            torch.cuda.set_device(device)
+        run = train(job.config, job.folder, TokenData.open(data_folder), resume="auto")
+    except Diverged as error:
+        return Outcome("made", f"diverged ({error})")
+    except Stopped as error:
+        return Outcome("stopped", str(error))
+    except Exception as error:  # reported, counted and carried to the exit code; the other runs go on
+        return Outcome("failed", str(error) or type(error).__name__)
+    losses, last, environment = run.eval_lines(), run.train_lines()[-1], run.environment()
+    note = f"; eager: torch.compile failed ({environment['compile_error']})" if "compile_error" in environment else ""
+    return Outcome(
+        "made",
+        f"validation loss {losses[0]['loss']:.4f} -> {losses[-1]['loss']:.4f}, "
+        f"{last['tokens'] / last['seconds']:,.0f} tokens/s{note}",
+    )

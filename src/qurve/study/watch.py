@@ -1,0 +1,224 @@
+"""How far a run or a study is, read from the run folders alone: nothing is written, locked or asked for.
+
+So it can be watched from another machine, by another user, while it is made wherever it may be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+SECONDS_BETWEEN_LOOKS = 1.0
+SILENT_AFTER = 120.0
+"""Seconds without a new line of metrics after which a run counts as silent, unless its steps take long."""
+SILENT_STEPS = 30
+"""The same in steps. An evaluation takes as long as many of them."""
+PATIENCE = 60.0
+"""Seconds that a study may have nothing running between two of its runs."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How far one run is. Losses in nats per token; None where there is no number, as for a run that diverged."""
+
+    run: str
+    status: str
+    """The run folder's, or `waiting` where there is no run yet."""
+    why: str
+    step: int
+    updates: int | None
+    loss: float | None = None
+    val_loss: float | None = None
+    tokens_per_s: float | None = None
+    seconds_left: float | None = None
+    seconds_since_sign: float | None = None
+    """Age of the last line of metrics."""
+    silent: bool = False
+    """It should be running, and has given no sign of life for long: its process may be gone."""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.status == "running" and not self.silent
+
+
+class Watched:
+    """A run's or a study's folder. Each `look` reads what was written since the last one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.is_study = (folder / "study.json").is_file()
+        if not self.is_study and not RunFolder(folder).is_begun():
+            raise BadInput(f"{folder} is neither a study nor a run: it has no study.json and no config.json")
+        self._metrics: dict[Path, Metrics] = {}
+
+    def look(self) -> list[State]:
+        if not self.is_study:
+            return [self._state(self.folder, self.folder.name, None)]
+        file = self.folder / "study.json"
+        try:
+            tree = json.loads(file.read_text(encoding="utf-8"))
+            runs = [(str(arm["name"]), int(seed), arm["config"]) for arm in tree["arms"] for seed in tree["seeds"]]
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            raise BadInput(f"{file} is damaged ({type(error).__name__}: {error})") from None
+        return [
+            self._state(self.folder / "runs" / arm / f"seed-{seed}", f"{arm}, seed {seed}", config)
+            for arm, seed, config in runs
+        ]
+
+    def _state(self, path: Path, name: str, planned: dict[str, Any] | None) -> State:
+        run = RunFolder(path)
+        if not run.is_begun():
+            return State(name, "waiting", "", 0, _updates(planned))
+        state, metrics = run.status(), self._metrics.setdefault(path, Metrics(run.metrics_file))
+        metrics.read()
+        updates, last = _updates(run.config_json()[0]), metrics.train
+        step, seconds, tokens = last.get("step", 0), last.get("seconds", 0.0), last.get("tokens", 0)
+        found = State(name, str(state.get("status")), str(state.get("why", "")), step, updates)
+        age = None if metrics.changed is None else max(0.0, time.time() - metrics.changed)
+        pace = seconds / step if step else None
+        if found.status != "diverged":  # the last finite loss of a run that broke says nothing
+            found = dataclasses.replace(found, loss=last.get("loss"), val_loss=metrics.val.get("loss"))
+        running = found.status == "running"
+        return dataclasses.replace(
+            found,
+            tokens_per_s=tokens / seconds if seconds else None,
+            seconds_left=pace * (updates - step) if running and pace is not None and updates is not None else None,
+            seconds_since_sign=age,
+            silent=running and age is not None and age > max(SILENT_AFTER, SILENT_STEPS * (pace or 0.0)),
+        )
+
+
+class Metrics:
+    """The last training and validation lines of a growing `metrics.jsonl`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._place = (0, 0)
+        self.train: dict[str, Any] = {}
+        self.val: dict[str, Any] = {}
+        self.changed: float | None = None
+        """When the file was last written to."""
+
+    def read(self) -> None:
+        try:
+            with open(self._file, "rb") as file:
+                found = self._file.stat()
+                inode, offset = self._place
+                if inode != found.st_ino or found.st_size < offset:  # a continued run has trimmed it
+                    offset, self.train, self.val = 0, {}, {}
+                file.seek(offset)
+                for line in file:
+                    if line.endswith(b"\n"):
+                        offset += len(line)
+                        self._take(line)
+                self._place, self.changed = (found.st_ino, offset), found.st_mtime
+        except FileNotFoundError:
+            return
+
+    def _take(self, line: bytes) -> None:
+        try:
+            tree = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(tree, dict) and "split" not in tree:
+            self.train = tree
+        elif isinstance(tree, dict) and tree["split"] == "val":
+            self.val = tree
+
+
+def _updates(config: dict[str, Any] | None) -> int | None:
+    train = (config or {}).get("train", {})
+    planned = [train[key] for key in ("steps", "stop_at") if isinstance(train.get(key), int)]
+    return min(planned) if planned else None
+
+
+def counts(states: list[State]) -> dict[str, int]:
+    """How many runs there are of each kind; a silent one is `silent`, not `running`."""
+    return dict(Counter("silent" if state.silent else state.status for state in states))
+
+
+# ------------------------------------------------------------------------------------------------------------- showing
+
+
+def status_json(states: list[State]) -> str:
+    return json.dumps({"runs": [dataclasses.asdict(state) for state in states], "counts": counts(states)})
+
+
+def status_table(states: list[State]) -> Group:
+    """How many runs there are of each kind, which a low terminal must not cut off, then one row a run."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold")
+    table.add_column("status", overflow="fold")
+    for title in ("step", "loss", "val loss", "tokens/s", "left", "last sign"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for state in states:
+        lost = "diverged" if state.status == "diverged" else "–"
+        cells = (
+            state.run,
+            _status(state),
+            f"{state.step:,}" + (f"/{state.updates:,}" if state.updates is not None else ""),
+            lost if state.loss is None else f"{state.loss:.4f}",
+            lost if state.val_loss is None else f"{state.val_loss:.4f}",
+            "–" if state.tokens_per_s is None else f"{state.tokens_per_s:,.0f}",
+            _span(state.seconds_left),
+            _span(state.seconds_since_sign),
+        )
+        table.add_row(*(Text(cell) for cell in cells))  # Text, not markup: a reason may hold brackets
+    return Group(Text(", ".join(f"{number} {kind}" for kind, number in counts(states).items())), table)
+
+
+def _status(state: State) -> str:
+    if state.silent:
+        return f"running, but silent for {_span(state.seconds_since_sign)}: is its process alive?"
+    return state.status + (f": {state.why}" if state.why else "")
+
+
+def _span(seconds: float | None) -> str:
+    """`42 s`, `12 min`, `3.4 h`, `2.1 d`."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    for unit, size, least in (("d", 86400, 2 * 86400), ("h", 3600, 2 * 3600), ("min", 60, 120)):
+        if seconds >= least:
+            return f"{seconds / size:.{0 if unit == 'min' else 1}f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def watch(folder: Path, console: Console) -> None:
+    """Show the folder's state until nothing runs any more."""
+    from rich.live import Live
+
+    watched, quiet_since = Watched(folder), time.monotonic()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            states = watched.look()
+            live.update(status_table(states), refresh=True)
+            now = time.monotonic()
+            if any(state.is_alive for state in states):
+                quiet_since = now
+            elif now - quiet_since >= (PATIENCE if goes_on(states) else 0):
+                return
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def goes_on(states: list[State]) -> bool:
+    """Nothing runs, but something is to come: another run of the study, or another try at one that has just failed."""
+    signs = [state.seconds_since_sign for state in states if state.seconds_since_sign is not None]
+    recent = not signs or min(signs) < PATIENCE
+    return len(states) > 1 and recent and any(state.status in ("waiting", "failed") for state in states)
