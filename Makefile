@@ -30,7 +30,7 @@ test-all: ## the slow tests, which `make test` leaves out
 	$(INSTALL) requirements-dev.lock
 	@$(IN_VENV) pytest -n 2 -m slow $(ARGS)
 
-torture: ## some hundred SIGKILLs to trainings, each then compared with an undisturbed one (runs/torture.json)
+torture: ## 300 SIGKILLs to trainings, then equality with an undisturbed one (figures: runs/torture.json)
 	$(INSTALL) requirements-dev.lock
 	@mkdir -p runs
 	@.venv/bin/python tests/torture.py --out runs/torture --json runs/torture.json $(ARGS)

@@ -12,6 +12,7 @@ whole command, `python -m qurve train smoke`. Exits with 1 when anything differs
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -94,12 +95,14 @@ def operations_of(reading: int) -> list[str]:
         return file.read().splitlines()
 
 
-def saving(out: Path) -> bool:
-    """Whether a checkpoint is being written or removed: what is half there has a hidden name."""
-    try:
-        return any(name.startswith(".") for name in os.listdir(out / "checkpoints"))
-    except FileNotFoundError:
-        return False
+def half_there(out: Path) -> set[tuple[str, int]]:
+    """What is being written or removed among the checkpoints, or was when its process died: it has a hidden name."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):  # of names that go away meanwhile, too
+        for entry in os.scandir(out / "checkpoints"):
+            if entry.name.startswith("."):
+                found.add((entry.name, entry.stat(follow_symlinks=False).st_ctime_ns))
+    return found
 
 
 def kill(how: str, out: Path, data: TokenData, rng: random.Random, operations: int, seconds: float) -> tuple[bool, str]:
@@ -111,12 +114,13 @@ def kill(how: str, out: Path, data: TokenData, rng: random.Random, operations: i
     else:
         pid, reading = start(out, data)
         os.close(reading)
+        before = half_there(out)
         began, wait = time.monotonic(), rng.uniform(0, seconds / SHARE)
         while time.monotonic() - began < wait:
             time.sleep(0.0005)
         if how == "save":
             deadline = time.monotonic() + 3 * seconds
-            while not saving(out) and time.monotonic() < deadline and not exited(pid):
+            while half_there(out) <= before and time.monotonic() < deadline and not exited(pid):
                 time.sleep(0.0001)
             time.sleep(rng.uniform(0, 0.004))
         os.kill(pid, signal.SIGKILL)
@@ -161,12 +165,13 @@ def torture(kills: int, rng: random.Random, out: Path, tally: Tally) -> None:
                     assert not died, "the process failed; its traceback is above"
                 else:
                     how = rng.choice(["operation", "operation", "time", "save"])
+                    before = half_there(run.path)
                     died, where = kill(how, run.path, data, rng, operations, seconds)
                     if died:
                         suffered += 1
                         tally.kills += 1
                         tally.at[how] += 1
-                        tally.in_a_save += saving(run.path) or f"{run.checkpoints}" in where
+                        tally.in_a_save += not half_there(run.path) <= before or str(run.checkpoints) in where
                         assert_whole(run)
                 if not died:
                     break
@@ -191,6 +196,7 @@ def torture_the_command(kills: int, rng: random.Random, out: Path, tally: Tally)
         suffered = 0
         try:
             for place in range(kills):
+                before = half_there(run.path)
                 process = subprocess.Popen(command, **to_log)
                 goal = rng.randint(40 * place // kills, 40 * (place + 1) // kills)
                 while process.poll() is None and not (run.is_begun() and run.last_step() >= goal):
@@ -202,7 +208,7 @@ def torture_the_command(kills: int, rng: random.Random, out: Path, tally: Tally)
                 suffered += 1
                 tally.kills += 1
                 tally.at["command"] += 1
-                tally.in_a_save += saving(run.path)
+                tally.in_a_save += not half_there(run.path) <= before
                 assert_whole(run)
             subprocess.run(command, check=True, **to_log)
             assert_same(run, undisturbed)
