@@ -30,9 +30,8 @@ from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck, Linear
 from qurve.train.config import RunConfig, TrainConfig
-from qurve.train.loop import autocast, machine_settings
 from qurve.train.optim import build_optimizer
-from qurve.train.runtime import available_cores, compiler, resolve_precision
+from qurve.train.runtime import autocast, available_cores, compiler, machine_settings, resolve_precision
 
 Step = Callable[[], float]
 TOLERANCE = 1e-5

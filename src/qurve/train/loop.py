@@ -6,7 +6,7 @@ import contextlib
 import errno
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from qurve.train.distributed import ALONE, World, accumulating, all_finite, grad
 from qurve.train.optim import build_optimizer
 from qurve.train.progress import Progress
 from qurve.train.resume import Resume, decide, find_checkpoint
-from qurve.train.runtime import describe, no_compiler
+from qurve.train.runtime import autocast, describe, machine_settings, no_compiler
 from qurve.train.schedule import learning_rate
 from qurve.train.stopping import StopRequest, listening
 from qurve.train.trackers import Mirror
@@ -309,11 +309,6 @@ def prepare_loss(training: Training, example: tuple[Tensor, Tensor]) -> LossFunc
     return compiled
 
 
-def autocast(config: RunConfig) -> torch.autocast:
-    kind = config.train.device.partition(":")[0]
-    return torch.autocast(kind, torch.bfloat16, enabled=config.train.precision == "bf16")
-
-
 def first_non_finite(model: GPT, loss: Tensor) -> str:
     """What stopped being finite, by name: a weight, else a gradient, else the loss."""
     for name, parameter in model.named_parameters():
@@ -344,20 +339,3 @@ def _disk_full(run: RunFolder, error: OSError) -> str:
     steps = run.checkpoint_steps()
     left = f"the checkpoint of step {steps[-1]} is whole" if steps else "there is no checkpoint yet"
     return f"{run.path}: the disk is full ({error}); {left}. Make room, then go on with --resume auto"
-
-
-@contextlib.contextmanager
-def machine_settings(config: RunConfig) -> Iterator[None]:
-    """Threads and, on the CPU, deterministic algorithms: the same run twice gives the same bits."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.set_num_threads(config.train.threads or threads)
-    if config.train.device == "cpu":
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -9,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,28 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+# ------------------------------------------------------------------------------------------------------ while training
+
+
+def autocast(config: RunConfig) -> torch.autocast:
+    kind = config.train.device.partition(":")[0]
+    return torch.autocast(kind, torch.bfloat16, enabled=config.train.precision == "bf16")
+
+
+@contextlib.contextmanager
+def machine_settings(config: RunConfig) -> Iterator[None]:
+    """Threads and, on the CPU, deterministic algorithms: the same run twice gives the same bits."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.set_num_threads(config.train.threads or threads)
+    if config.train.device == "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

@@ -31,7 +31,9 @@ class StopRequest:
 
 @contextlib.contextmanager
 def listening(*, say: bool) -> Iterator[StopRequest]:
-    """Turn the first signal into a request, and `say` so; a second one does what it did before: it interrupts at once.
+    """Turn a signal into a request, and `say` so. A Ctrl-C after that does what it did before: it interrupts at once.
+
+    A second SIGTERM asks for the same again: schedulers send one to a process and one to its whole group.
 
     Signals reach a process's main thread alone: in any other thread nothing is installed.
     """
@@ -46,10 +48,10 @@ def listening(*, say: bool) -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
     def ask(number: int, frame: FrameType | None) -> None:
+        if say and not stop.requested:  # not by print: the signal may have come in the middle of one
+            os.write(2, b"\nstopping: the step is finished and saved first (Ctrl-C now stops at once)\n")
         stop.requested = True
-        give_back()
-        if say:  # not by print: the signal may have come in the middle of one
-            os.write(2, b"\nstopping: the step is finished and saved first (once more stops at once)\n")
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
     # A signal that its parent set to be ignored stays ignored.
     for number in SIGNALS:
