@@ -1,7 +1,7 @@
 # From a fresh clone: `make compare`, then `make test`. `make help` lists every target.
 #
 #   PYTHON   the Python (3.11 or newer) that .venv is made with; `make PYTHON=python3.12 test`
-#   ARGS     passed on to `qurve compare` or to pytest; `make test ARGS="-k order"`
+#   ARGS     passed on to `qurve compare`, to the torture or to pytest; `make test ARGS="-k order"`
 
 PYTHON ?= python3
 ARGS ?=
@@ -11,13 +11,13 @@ INSTALL = @command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not there: 
 	"$(PYTHON)" tools/install.py
 
 .DEFAULT_GOAL := help
-.PHONY: compare test test-all lint clean help
+.PHONY: compare test test-all torture lint clean help
 
 # Tests run on one thread each, two at a time, and may not look anything up on a hub.
-test test-all: export OMP_NUM_THREADS = 1
-test test-all: export HF_HUB_OFFLINE = 1
-test test-all: export HF_DATASETS_OFFLINE = 1
-test test-all: export TRANSFORMERS_OFFLINE = 1
+test test-all torture: export OMP_NUM_THREADS = 1
+test test-all torture: export HF_HUB_OFFLINE = 1
+test test-all torture: export HF_DATASETS_OFFLINE = 1
+test test-all torture: export TRANSFORMERS_OFFLINE = 1
 
 compare: ## train the paper's three architectures on real text, then report (in runs/compare)
 	$(INSTALL) requirements.lock
@@ -29,6 +29,11 @@ test: lint ## lint, types, layers and every quick test
 test-all: ## the slow tests, which `make test` leaves out
 	$(INSTALL) requirements-dev.lock
 	@$(IN_VENV) pytest -n 2 -m slow $(ARGS)
+
+torture: ## 300 SIGKILLs to trainings, then equality with an undisturbed one (figures: runs/torture.json)
+	$(INSTALL) requirements-dev.lock
+	@mkdir -p runs
+	@.venv/bin/python tests/torture.py --out runs/torture --json runs/torture.json $(ARGS)
 
 lint: ## ruff, mypy and the layers alone
 	$(INSTALL) requirements-dev.lock

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -632,21 +631,6 @@ def test_eighty_columns_cost_no_digit(monkeypatch: pytest.MonkeyPatch) -> None:
         (line,) = (line for line in told.out.splitlines() if line.split()[:1] == [row["name"]])
         assert line.split()[1] == f"{row['non_embedding']:,}"
         assert line.split()[-1] == f"{row['steps']:,}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_training_says_so(sent: signal.Signals, data_folder: Path, tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
-    command = [sys.executable, "-m", "qurve", "train", "smoke", "--data", data_folder, "--out", run.path]
-    with subprocess.Popen([*command, "--steps", "100000"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert any(text.startswith("step 10/") for text in process.stdout)
-        process.send_signal(sent)
-        process.stdout.read()
-    assert process.returncode == 130
-    assert run.status()["status"] == "stopped"
-    assert run.status()["step"] == run.train_lines()[-1]["step"]
 
 
 def test_a_refusal_that_comes_late_takes_no_run_with_it(

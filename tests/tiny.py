@@ -82,3 +82,22 @@ def finished(data: TokenData, tmp_path_factory: pytest.TempPathFactory) -> RunFo
     from qurve.train.loop import train
 
     return train(tiny(), tmp_path_factory.mktemp("runs") / "tiny", data)
+
+
+@pytest.fixture(scope="session")
+def little(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
+    """So little data that the third step of `interrupted.SMALLEST` begins the second epoch."""
+    from interrupted import little_data, smallest
+
+    data = little_data(tmp_path_factory.mktemp("little"))
+    assert len(data.split("train")) // smallest().model.context < 3 * smallest().sequences
+    return data
+
+
+@pytest.fixture(scope="session")
+def undisturbed(little: TokenData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of `interrupted.SMALLEST` that nothing cut short. Tests only read it."""
+    from interrupted import smallest
+    from qurve.train.loop import train
+
+    return train(smallest(), tmp_path_factory.mktemp("undisturbed") / "run", little)

@@ -99,7 +99,7 @@ class RunFolder:
             left_over.unlink()
         self.add_to_environment({"resumed": [*self.environment().get("resumed", ()), entry]})
         self.write_config(config_json, config_hash)
-        self.trim_metrics(step)
+        self.trim_metrics(step if step or not changes else -1)  # of a changed model, step 0 is measured anew
         self.set_status("running", step=step)
 
     def earlier_hashes(self) -> list[str]:

@@ -86,6 +86,12 @@ def test_what_was_saved_is_read_back_bit_by_bit_and_goes_on_alike(run: RunFolder
         other_optimizer.step()
 
 
+def test_what_the_system_says_to_a_write_arrives_as_its_error(run: RunFolder) -> None:
+    with pytest.raises(FileNotFoundError) as failure:
+        checkpoint._write_tensors({"a": torch.zeros(1)}, run.path / "not" / "there")
+    assert failure.value.filename == str(run.path / "not" / "there")
+
+
 def test_latest_leads_to_the_newest(run: RunFolder) -> None:
     for step in (4, 6):
         save(run, step)
@@ -169,6 +175,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(
     assert len(notes) == 1
     assert str(run.checkpoint(4) / name) in notes[0]
     assert run.checkpoint_steps() == [2]
+    assert (run.checkpoints / "latest").resolve() == run.checkpoint(2).resolve()
     assert (run.checkpoints / "damaged-4-1").is_dir()
     assert (name in (MODEL, OPTIMIZER)) <= ("sha256" in notes[0] or "bytes" in notes[0] or "missing" in notes[0])
 
@@ -180,6 +187,7 @@ def test_none_is_left_when_all_are_damaged(run: RunFolder) -> None:
         flip(save(run, step) / MODEL)
     assert newest_complete(run, notes.append) is None
     assert len(notes) == 2
+    assert not (run.checkpoints / "latest").is_symlink()
 
 
 def rewrite(folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -271,3 +279,13 @@ def test_the_disk_that_is_needed_covers_what_is_ever_there(run: RunFolder) -> No
     assert several == 6  # made in all; at a time at most 2 newest, 3 for good, the best, one being written
     assert size * several == pytest.approx(needed, rel=0.15)  # of tensors this small the names count
     assert disk_needed(tiny("train.steps=1000", "train.checkpoint_every=1"))[0] == 4
+
+
+def test_the_best_is_kept_even_if_it_was_measured_after_its_checkpoint_was_written(run: RunFolder) -> None:
+    source = save(run, 1, val_loss=2.0)
+    for step in (2, 3, 4):
+        shutil.copytree(source, run.checkpoint(step))
+    (run.checkpoint(2) / STATE).write_text(json.dumps({"val_loss": None, "loss_above_bound": 0}))
+    run.append({"step": 2, "split": "val", "loss": 1.5, "tokens": 1})
+    prune(run, TrainConfig(keep=1))
+    assert run.checkpoint_steps() == [2, 4]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,8 +61,8 @@ def save_checkpoint(
             shutil.rmtree(left_over)
         part.mkdir(parents=True)
         try:
-            save_file(weights, part / MODEL)
-            save_file(moments, part / OPTIMIZER)
+            _write_tensors(weights, part / MODEL)
+            _write_tensors(moments, part / OPTIMIZER)
             write_atomic(part / STATE, json.dumps({"format": FORMAT, "step": step, **state}, indent=2) + "\n")
             write_manifest(part)
             for name in (MODEL, OPTIMIZER):
@@ -75,6 +76,15 @@ def save_checkpoint(
         _point_latest_to(folder)
         sync(run.checkpoints)
     world.wait()
+
+
+def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:  # a full disk, say: the system's number is in the message alone
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+        raise
 
 
 def _optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -116,14 +126,21 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def newest_complete(run: RunFolder, note: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that is whole, with its state; damaged ones are named, set aside, and passed over."""
+    damaged = False
     for step in reversed(run.checkpoint_steps()):
         folder = run.checkpoint(step)
         try:
-            return folder, read_state(folder)
+            state = read_state(folder)
+            if damaged:
+                _point_latest_to(folder)
+            return folder, state
         except BadInput as damage:
+            damaged = True
             aside = next(p for n in range(1, 1_000_000) if not (p := folder.with_name(f"damaged-{step}-{n}")).exists())
             os.replace(folder, aside)
             note(f"{damage}; it was moved to {aside}, and the checkpoint before it is taken")
+    if damaged:
+        (run.checkpoints / "latest").unlink(missing_ok=True)
     return None
 
 
@@ -175,12 +192,15 @@ def _check_shapes(file: Path, tensors: dict[str, Tensor]) -> None:
 def prune(run: RunFolder, settings: TrainConfig) -> None:
     """Remove old checkpoints: all but the newest `keep`, those of `keep_every`, the best, and the last healthy one.
 
-    One that cannot be read is left to `newest_complete`, which names it.
+    One that cannot be read is left to `newest_complete`, which names it. The best is the one that the metrics say: a
+    stop in the midst of its evaluation leaves that to the process that goes on, when the checkpoint is written already.
     """
+    measured = {line["step"]: line["loss"] for line in run.eval_lines()}
     states = {}
     for step in run.checkpoint_steps():
         with contextlib.suppress(ValueError, OSError):
             states[step] = json.loads((run.checkpoint(step) / STATE).read_text(encoding="utf-8"))
+            states[step]["val_loss"] = measured.get(step, states[step]["val_loss"])
     for step in states.keys() - kept_steps(states, settings):
         doomed = run.checkpoints / f".step-{step:08d}.doomed"  # a removal that is cut short leaves no half checkpoint
         os.replace(run.checkpoint(step), doomed)

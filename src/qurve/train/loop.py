@@ -100,6 +100,9 @@ def train(
         step = world.from_main(step)
         if step < 0:
             raise QurveError("the first process refuses to go on; its message says why")
+        if step > config.train.updates:
+            progress.note(f"{run.path} is past step {config.train.updates}: its checkpoint is of step {step}")
+            return run
 
         written = to_json(config), content_hash(config), describe(config, world)
         begun = is_new

@@ -80,6 +80,7 @@ def find_checkpoint(
     bounds = [(c.train.loss_bound, c.train.loss_bound_steps) for c in (earlier_config(run), config)]
     if status["status"] == "diverged" and not changes and bounds[0] == bounds[1]:
         raise Diverged(f"{run.path} diverged ({status['why']}), and would again: change something, and name it")
+    lines = run.train_lines()  # before anything is set aside: they may be refused
     found = newest_complete(run, note)
     if found is None:
         return 0, {}
@@ -88,7 +89,7 @@ def find_checkpoint(
     _, stored = run.config_json()
     if state["config_hash"] not in (stored, *run.earlier_hashes()):
         raise BadInput(f"{folder} is the checkpoint of another run; remove it")
-    lines = [line for line in run.train_lines() if line["step"] <= step]
+    lines = [line for line in lines if line["step"] <= step]
     if [line["step"] for line in lines] != list(range(1, step + 1)):
         raise BadInput(
             f"{run.metrics_file} does not hold the steps 1 to {step}, each once, and {folder} is the checkpoint of "
