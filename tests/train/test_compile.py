@@ -45,7 +45,7 @@ def failing_with(error: Exception) -> Callable[[Any], Any]:
     def compiled(*args: Any) -> Any:
         raise error
 
-    return lambda function: compiled
+    return lambda function, **options: compiled
 
 
 def inductor_error() -> Exception:
@@ -91,7 +91,7 @@ def test_trying_the_compilation_leaves_no_gradient_and_no_random_number_behind(
     with_compiler: None, monkeypatch: pytest.MonkeyPatch, data: TokenData, tmp_path: Path
 ) -> None:
     eager = train(tiny("model.dropout=0.3"), tmp_path / "eager", data)
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     compiled = train(tiny("model.dropout=0.3", COMPILED), tmp_path / "compiled", data)
     assert numbers(compiled) == numbers(eager)
     assert compiled.environment()["compiled"] is True

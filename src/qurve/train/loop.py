@@ -290,7 +290,8 @@ def prepare_loss(training: Training, example: tuple[Tensor, Tensor]) -> LossFunc
 
     progress.note("compiling …")
     started = time.perf_counter()
-    compiled: LossFunction = torch.compile(loss_module)
+    # Static shapes: which graph runs then never depends on what was compiled before in this process.
+    compiled: LossFunction = torch.compile(loss_module, dynamic=False)
     outcome: dict[str, object] = {"compiled": True}
     try:
         with autocast(config):
