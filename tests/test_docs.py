@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
-def test_the_readmes_numbers_are_the_evidences() -> None:
-    checked = subprocess.run([sys.executable, "tools/readme.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+def test_the_guides_numbers_are_the_evidences() -> None:
+    checked = subprocess.run([sys.executable, "tools/passages.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
 
 
