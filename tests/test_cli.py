@@ -652,3 +652,11 @@ def test_what_the_system_refuses_ends_in_its_words(tmp_path: Path) -> None:
     assert refused.code in (1, 2)
     assert "File name too long" in refused.err
     assert "Traceback" not in refused.err
+
+
+def test_a_folder_of_something_else_is_refused_before_data_is_prepared_in_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for resume in ("auto", "never"):
+        refused = call("train", "smoke", "--out", tmp_path, "--resume", resume)
+        assert refused.code == 2
+        assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]

@@ -74,11 +74,11 @@ def checkpoint_cost() -> str:
     run, paper = found["run"], found["paper"]
     return (
         f"They are written while training waits. Measured for `{found['preset']}` ({run['bytes'] / 1e6:.1f} MB a "
-        f"checkpoint, one after {run['steps_between']} steps, {run['threads']} thread): {1000 * run['save_seconds']:.0f} ms "
-        f"each, **{100 * run['share']:.2f} % of the training time** ({len(run['saves'])} saves). The paper's "
-        f"124-million-parameter model takes {paper['bytes'] / 1e9:.2f} GB and {paper['save_seconds']:.1f} s on the same "
-        "machine, every 1,000 steps: below 1 % as long as a step takes more than "
-        f"{paper['save_seconds'] / 10:.1f} s."
+        f"checkpoint, one after {run['steps_between']} steps, {run['threads']} thread): "
+        f"{1000 * run['save_seconds']:.0f} ms each, **{100 * run['share']:.2f} % of the training time** "
+        f"({len(run['saves'])} saves). The paper's 124-million-parameter model takes {paper['bytes'] / 1e9:.2f} GB and "
+        f"{paper['save_seconds']:.1f} s on the same machine, every 1,000 steps: below 1 % as long as a step "
+        f"takes more than {paper['save_seconds'] / 10:.1f} s."
     )
 
 
@@ -100,12 +100,12 @@ def deterministic_cpu() -> str:
 
 def torture() -> str:
     found = evidence("torture")
+    kills, survived, finished = found["kills"], found["survived"], found["runs_finished"]
     return (
-        f"`make torture`: {found['kills']} processes were killed with SIGKILL, {found['in_a_save']} of them while a "
-        f"checkpoint was written or removed; **{found['survived']} of {found['kills']} kills were survived**: after each, "
-        "the newest checkpoint was whole and `latest` led to it, and each of the "
-        f"{found['runs_finished']} runs that came to their end equalled one that was left alone, in every metric and every bit "
-        "of weights and optimiser."
+        f"`make torture`: {kills} processes were killed (SIGKILL), {found['in_a_save']} of them in or around a save; "
+        f"**{survived} of {kills} kills were survived**. After each, the newest checkpoint was whole and `latest` led "
+        f"to it, and each of the {finished} runs that came to their end equalled one that was left alone, in every "
+        "metric and every bit of weights and optimiser."
     )
 
 

@@ -238,6 +238,8 @@ def train(
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data)))
     if resume == "never":
         RunFolder(out).refuse_used()
+    elif not RunFolder(out).is_begun():
+        RunFolder(out).refuse_foreign()
     from qurve.train.distributed import joined
     from qurve.train.loop import train as train_model
     from qurve.train.progress import Progress, for_console
@@ -267,7 +269,10 @@ def train(
         print(json.dumps(figures))
     else:
         losses = ", ".join(f"{k.removesuffix('_loss')} {v:.4f}" for k, v in figures.items() if k.endswith("_loss"))
-        console.print(f"finished {run.path}: loss {losses}; {figures['tokens_per_s']:,.0f} tokens/s", highlight=False)
+        console.print(
+            f"{run.status()['status']} {run.path}: loss {losses}; {figures['tokens_per_s']:,.0f} tokens/s",
+            highlight=False,
+        )
     return 0
 
 

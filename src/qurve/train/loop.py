@@ -86,18 +86,19 @@ def train(
         if is_there and world.main:
             held.enter_context(claimed(run.path))  # from here on, what is found there stays as it is
         config, changes = decide(wanted, run, data, resume, changed, world)
-        is_new, step, state = not run.is_begun(), 0, dict[str, Any]()
+        is_new, step, above = not run.is_begun(), 0, 0
         world.wait()
         if not is_new and run.status()["status"] == "finished" and run.last_step() >= config.train.updates:
             progress.note(f"{run.path} is finished: it made {run.last_step()} steps")
             return run
         if not is_new and world.main:
             try:
-                step, state = find_checkpoint(run, config, changes, data, progress.note)
+                step, above = find_checkpoint(run, config, changes, data, progress.note)
             except QurveError:
                 world.from_main(-1)
+                world.from_main(0)
                 raise
-        step = world.from_main(step)
+        step, above = world.from_main(step), world.from_main(above)
         if step < 0:
             raise QurveError("the first process refuses to go on; its message says why")
         if step > config.train.updates:
@@ -130,9 +131,8 @@ def train(
             trackers, first = config.train.trackers if world.main else (), step + 1 if step else 0
             mirror = Mirror.open(trackers, run, config, first, progress.note)
             held.callback(lambda: mirror.close(status))
-            _train(
-                Training(config, run, data, world, progress, model, loss_module, optimizer, mirror), step, state, stop
-            )
+            training = Training(config, run, data, world, progress, model, loss_module, optimizer, mirror)
+            _train(training, step, above, stop)
             status = "finished"
             if world.main:
                 run.set_status(status, step=config.train.updates)
@@ -149,15 +149,17 @@ def train(
     return run
 
 
-def _train(training: Training, step: int, state: dict[str, Any], stop: StopRequest) -> None:
-    """Go on after `step`. Each round settles a step (evaluation, checkpoint), then makes the next update."""
+def _train(training: Training, step: int, above: int, stop: StopRequest) -> None:
+    """Go on after `step`; `above` counts the steps in a row, up to it, whose loss was above the bound.
+
+    Each round settles a step (evaluation, checkpoint), then makes the next update.
+    """
     config, run, data, world = training.config, training.run, training.data, training.world
     model, optimizer = training.model, training.optimizer
     settings, device, sequences = config.train, config.train.device, config.sequences
     train_split = data.split("train")
     loss_of = prepare_loss(training, batch(config, train_split, training_windows(config, data, 0)[1][0]))
     seconds = run.train_lines()[-1]["seconds"] if step else 0.0
-    above = state.get("loss_above_bound", 0)
     saved = step
     training.progress.start(settings.updates, settings.log_every, step)
 

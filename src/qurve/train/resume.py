@@ -70,8 +70,10 @@ def earlier_config(run: RunFolder) -> RunConfig:
 
 def find_checkpoint(
     run: RunFolder, config: RunConfig, changes: Changes, data: TokenData, note: Callable[[str], None]
-) -> tuple[int, dict[str, Any]]:
-    """Step and state of the checkpoint to go on from; step 0 where there is none. Damaged ones are set aside.
+) -> tuple[int, int]:
+    """The step to go on from, 0 where there is no checkpoint, and for how many steps the loss was above its bound then.
+
+    Damaged checkpoints are set aside.
 
     Raises `Diverged` for a run that did, unless something is changed: the same numbers would come again. Raises
     `BadInput` where the metrics do not lead to the checkpoint, or this version would go on with other batches.
@@ -83,7 +85,7 @@ def find_checkpoint(
     lines = run.train_lines()  # before anything is set aside: they may be refused
     found = newest_complete(run, note)
     if found is None:
-        return 0, {}
+        return 0, 0
     folder, state = found
     step = int(state["step"])
     _, stored = run.config_json()
@@ -101,7 +103,7 @@ def find_checkpoint(
             f"{run.path} was trained on other batches than this version of qurve takes: that of step {step} is "
             f"{lines[-1]['batch_sha']} there and {expected} here; go on with the version that began it"
         )
-    return step, state
+    return step, int(state["loss_above_bound"])
 
 
 def _checked(config: RunConfig, run: RunFolder, data: TokenData) -> RunConfig:
