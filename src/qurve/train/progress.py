@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+if TYPE_CHECKING:  # a training that shows nothing needs none of it
+    from rich.console import Console
+    from rich.progress import Progress as Bar
 
 
 class Progress:
@@ -57,6 +57,9 @@ class TerminalBar(LogLines):
     bar: Bar | None = None
 
     def start(self, updates: int, log_every: int, done: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
         columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()]
         self.bar = Bar(*columns, console=self.console)
         self.task = self.bar.add_task("", total=updates, completed=done)
