@@ -3,11 +3,11 @@
     python benchmarks/resume_device.py --data DIR [--device cuda] [--steps 40]
 
 DIR is prepared data (`qurve prepare`). Trains a small model with dropout and accumulation three times with one seed:
-twice undisturbed, for what the device's own order of additions does, and once stopped in the middle and continued. Prints
-the largest differences of loss, then one JSON line. Needs torch, numpy and safetensors alone.
+twice undisturbed, for what the device's own order of additions does, and once stopped in the middle and continued.
+Prints the largest differences of loss, then one JSON line. Needs torch, numpy and safetensors alone.
 
-Under torchrun (`--parallel ddp` or `fsdp`, and `--out`) all processes make the stopped run together; the undisturbed one is
-made before by one process with `--save-reference FILE`, and read with `--reference FILE`.
+Under torchrun (`--parallel ddp` or `fsdp`, and `--out`) all processes make the stopped run together; the undisturbed
+one is made before by one process with `--save-reference FILE`, and read with `--reference FILE`.
 """
 
 from __future__ import annotations
