@@ -22,7 +22,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from qurve.config import apply_settings
 from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, Stopped, did_you_mean
-from qurve.files import LOCK
+from qurve.files import LOCK, claimed
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = app.cli(args=arguments or ["--help"], prog="qurve", description=DESCRIPTION)
     except Stopped as stopped:
         if rank == "0":  # all processes of a run stop together
-            errors.print(f"qurve: {stopped}", markup=False, highlight=False, soft_wrap=True)
+            errors.print(
+                f"qurve: {stopped}; --resume auto goes on from there", markup=False, highlight=False, soft_wrap=True
+            )
         sys.exit(stopped.exit_code)
     except QurveError as error:
         where = "" if rank == "0" else f"process {rank}: "
@@ -243,10 +245,11 @@ def train(
     from qurve.train.distributed import joined
     from qurve.train.loop import train as train_model
     from qurve.train.progress import Progress, for_console
-    from qurve.train.runtime import resolve_device
+    from qurve.train.runtime import check_processes, resolve_device
 
     console = _console(as_json)
     with joined(resolve_device(config.train.device)) as world, _nothing_created_when_refused(out, world.main):
+        check_processes(config, world)
         if world.main:
             opened = open_data(config.data, out / "data")
         world.wait()  # the embedded corpus is prepared once
@@ -458,11 +461,14 @@ def _nothing_created_when_refused(folder: Path, mine: bool = True) -> Iterator[N
     try:
         yield
     except BadInput:
-        if mine and made and not RunFolder(folder).config_file.exists() and not (folder / "runs").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            for parent in made[1:]:
+        if mine and made:
+            # Under the folder's lock: another process may have begun there in the meantime.
+            with contextlib.suppress(BadInput), claimed(folder):
+                if not (folder / "config.json").exists() and not (folder / "study.json").exists():
+                    shutil.rmtree(folder / "data", ignore_errors=True)
+            for place in made:
                 with contextlib.suppress(OSError):
-                    parent.rmdir()
+                    place.rmdir()
         raise
 
 
