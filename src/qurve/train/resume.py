@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from qurve.config import FORMAT, content_hash, from_dict, hashed_differences, hashed_leaves
@@ -35,7 +35,9 @@ def decide(
         run.refuse_used()
     if not run.is_begun():
         run.refuse_foreign()
-        return _checked(resolve(wanted, data, world), run, data), {}
+        config = _checked(resolve(wanted, data, world), run, data)
+        _check_names(changed, hashed_leaves(config))
+        return config, {}
     earlier = earlier_config(run)
     if earlier.data.fingerprint != data.fingerprint:
         raise BadInput(
@@ -49,15 +51,18 @@ def decide(
         open_ends = {f"train.{name}" for name in ("threads", "micro_batch") if getattr(wanted.train, name) is None}
     config = _checked(resolve(wanted, data, world, before), run, data)
     changes = hashed_differences(earlier, config)
-    known = hashed_leaves(earlier) | hashed_leaves(config)
-    for name in changed:
-        if name not in known:
-            raise BadInput(f"--changed {name}: there is no such field{did_you_mean(name, known)}")
+    _check_names(changed, hashed_leaves(earlier) | hashed_leaves(config))
     if unnamed := changes.keys() - open_ends - set(changed):
         listed = ", ".join(f"{name} ({changes[name][0]!r} there, {changes[name][1]!r} now)" for name in sorted(unnamed))
         flags = " ".join(f"--changed {name}" for name in sorted(unnamed))
         raise BadInput(f"{run.path} is a run of another configuration: {listed}; if that is meant, add {flags}")
     return config, changes
+
+
+def _check_names(changed: Sequence[str], known: Iterable[str]) -> None:
+    for name in changed:
+        if name not in known:
+            raise BadInput(f"--changed {name}: there is no such field{did_you_mean(name, known)}")
 
 
 def earlier_config(run: RunFolder) -> RunConfig:
