@@ -102,7 +102,7 @@ def test_a_broken_study_is_refused_by_name(tmp_path, fields, message):
 
 @pytest.mark.parametrize("name", ["../outside", "a/b", "..", "", "a\\b"])
 def test_an_arm_cannot_lead_out_of_the_study(tmp_path, name):
-    with pytest.raises(BadInput, match="cannot be an arm's name"):
+    with pytest.raises(BadInput, match="an arm's name becomes a folder"):
         load(change(write_study(tmp_path), arms=[json.loads(json.dumps({**BASELINE, "name": name}))]))
 
 
