@@ -156,7 +156,7 @@ def damage(text: str, data: st.DataObject) -> str:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_value_of_a_study_breaks_a_reader(data: st.DataObject, whole: Path) -> None:
     file = whole / "study.json"
     text = file.read_text()
@@ -172,7 +172,7 @@ def test_no_value_of_a_study_breaks_a_reader(data: st.DataObject, whole: Path) -
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_value_in_a_runs_files_breaks_a_reader_or_hides_another_run(data: st.DataObject, whole: Path) -> None:
     run = RunFolder(whole / "runs" / "res-gelu" / "seed-1")
     file = data.draw(st.sampled_from([run.config_file, run.environment_file, run.status_file, run.metrics_file]))
