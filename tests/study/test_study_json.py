@@ -213,6 +213,7 @@ def test_a_damaged_run_is_shown_as_such_and_the_others_as_they_are(
     if (name, content) != ("metrics.jsonl", b""):
         assert damaged.status == "damaged"
         assert name in damaged.why
+        assert str(folder) not in damaged.why
         assert "damaged: " in looked_at(folder)
     if name != "config.json":
         run = load(folder).arms[1].runs[1]

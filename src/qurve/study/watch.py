@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ class Watched:
         try:
             return self._found(path, name, planned)
         except (QurveError, OSError) as error:  # of this run; the others are shown as they are
-            return State(name, "damaged", one_line(error), 0, _updates(planned or {}))
+            reason = one_line(str(error).replace(f"{path}{os.sep}", ""))  # the row says already which run it is
+            return State(name, "damaged", reason, 0, _updates(planned or {}))
 
     def _found(self, path: Path, name: str, planned: dict[str, Any] | None) -> State:
         run = RunFolder(path)
