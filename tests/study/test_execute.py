@@ -400,6 +400,111 @@ def test_an_interruption_stops_the_workers_and_leaves_no_run_running(tmp_path: P
     assert RunFolder(tmp_path / "b").status()["status"] == "stopped"
 
 
+DAMAGES = [
+    ("status.json", b""),
+    ("status.json", b"{}"),
+    ("status.json", b"[1]"),
+    ("status.json", b"[" * 100_000),
+    ("status.json", None),
+    ("metrics.jsonl", b"{\n"),
+    ("metrics.jsonl", b"[1]\n"),
+    ("metrics.jsonl", b'{"step": "x"}\n'),
+    ("metrics.jsonl", None),
+]
+
+
+def damaged_run(folder: Path, name: str, content: bytes | None) -> None:
+    """A run in the making, one of whose files holds something else, or is a folder."""
+    RunFolder(folder).create("{}", "", {})
+    (folder / name).unlink()
+    (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGES)
+@pytest.mark.parametrize("kind", ["died", "lost"])
+def test_a_run_whose_process_died_and_left_a_damaged_folder_stops_no_other(
+    kind: str, name: str, content: bytes | None, tmp_path: Path
+) -> None:
+    damaged_run(tmp_path / "a", name, content)
+    workers = Scripted(a=[kind, "failed", "failed"], b=["made"])
+    failed, said = execute_scripted(workers, 1, tmp_path)
+    assert failed == {"a, seed 1": "it failed"}
+    assert workers.started.count("b") == 1
+    assert any(f"it {kind}; its folder is damaged: " in text and name in text for text in said)
+
+
+def test_a_damaged_folder_is_the_reason_of_a_run_that_is_not_tried_again(tmp_path: Path) -> None:
+    damaged_run(tmp_path / "a", "status.json", b"")
+    failed, _ = execute_scripted(Scripted(a=["died"], b=["made"]), 0, tmp_path)
+    assert list(failed) == ["a, seed 1"]
+    assert f"{tmp_path / 'a' / 'status.json'}" in failed["a, seed 1"]
+
+
+def test_an_interruption_stays_one_and_reaches_every_run_beside_a_damaged_one(tmp_path: Path) -> None:
+    class Two(Scripted):
+        def start(self, waiting: list[Job], data_folder: str) -> None:
+            while waiting:
+                self.running.append(waiting.pop(0))
+
+    damaged_run(tmp_path / "a", "status.json", b"")
+    RunFolder(tmp_path / "b").create("{}", "", {})
+    workers = Two(a=["interrupt"], b=[])
+    with pytest.raises(KeyboardInterrupt):
+        execute_scripted(workers, 1, tmp_path)
+    assert workers.stopped == 1
+    assert RunFolder(tmp_path / "b").status()["status"] == "stopped"
+
+
+@pytest.mark.parametrize(("name", "content"), [each for each in DAMAGES if each[0] == "metrics.jsonl"][:3])
+def test_the_estimate_names_a_damaged_run_and_counts_the_others(name: str, content: bytes, tmp_path: Path) -> None:
+    damaged_run(tmp_path / "a", name, content)
+    line = {"step": 1, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 64, "seconds": 3.0, "batch_sha": ""}
+    RunFolder(tmp_path / "b").create("{}", "", {})
+    RunFolder(tmp_path / "b").append(line)
+    config = tiny("train.steps=5")
+    running = [Job(Arm(name, name, config), 1, config, tmp_path / name) for name in ("a", "b")]
+    text = execute.estimate(running, [], 1)
+    assert text.startswith(f"a, seed 1: damaged: {tmp_path / 'a' / 'metrics.jsonl'}, line 1")
+    assert text.endswith("; b, seed 1: step 1/5, loss 2.000; about 12 s left")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("status.json", ""),
+        ("status.json", "{}"),
+        ("config.json", "{"),
+        ("config.json", "{}"),
+        ("config.json", '{"train": 5}'),
+        ("environment.json", "[]"),
+        ("metrics.jsonl", "[1]\n"),
+    ],
+)
+def test_a_run_found_damaged_fails_and_the_others_are_made(
+    name: str, content: str, made: Path, data: TokenData
+) -> None:
+    damaged, missing = run_path(made, "baseline", 1), run_path(made, "wide", 2)
+    RunFolder(damaged).set_status("failed", step=1)
+    (damaged / name).write_text(content)
+    shutil.rmtree(missing)
+    kept = snapshot(run_path(made, "res-gelu", 1))
+    failed, _ = run(make_study("train.steps=2"), made, data, workers=1)
+    assert list(failed) == ["baseline, seed 1"]
+    assert str(damaged) in failed["baseline, seed 1"]
+    assert RunFolder(missing).status()["status"] == "finished"
+    assert snapshot(run_path(made, "res-gelu", 1)) == kept
+    assert sum(run.finished for run in load(made).runs) == 5
+
+
+def test_a_run_that_is_made_but_cannot_be_read_has_failed(
+    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged_run(tmp_path / "a", "metrics.jsonl", b"{\n")
+    monkeypatch.setattr("qurve.train.loop.train", lambda *_, **__: RunFolder(tmp_path / "a"))
+    outcome = jobs.make(Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a"), "cpu", str(data_folder))
+    assert (outcome.kind, "metrics.jsonl, line 1" in outcome.words) == ("failed", True)
+
+
 def test_what_fails_comes_back_in_words(data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Unpicklable(Exception):
         def __init__(self, one: str, two: str) -> None:

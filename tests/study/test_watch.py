@@ -98,11 +98,11 @@ def test_lines_are_read_once_as_they_come_and_anew_after_a_trim(tmp_path: Path) 
     metrics.read()
     assert (metrics.train["step"], metrics.val["loss"]) == (1, 9.0)
     with open(file, "a") as more:
-        more.write('ss": 7.0}\n{"step": 2, "split": "test", "loss": 6.0}\n[1]\n')
+        more.write('ss": 7.0}\n{"step": 2, "split": "test", "loss": 6.0}\n')
     metrics.read()
     assert (metrics.train["loss"], metrics.val["loss"]) == (7.0, 9.0)
     other = tmp_path / "trimmed"
-    other.write_text('{"step": 1, "loss": 8.0}\n' + " " * 500 + "\n")
+    other.write_text('{"step": 1, "loss": 8.0}' + " " * 500 + "\n")
     other.replace(file)
     metrics.read()
     assert (metrics.train["step"], metrics.val) == (1, {})

@@ -16,9 +16,8 @@ from typing import Any
 from qurve import accounting, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
+from qurve.study.study_json import FORMAT, check_arm_name
 from qurve.train.config import RunConfig
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class Arm:
     paper: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*", self.name):
-            raise BadInput(f"an arm's name becomes a folder: letters, digits and . _ = @ + - only, not {self.name!r}")
+        check_arm_name(self.name)
 
 
 SHARED = ("data.", "eval.", "train.device", "train.threads", "train.steps", "train.stop_at", "model.context")

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from qurve.data.loader import TokenData
+from qurve.errors import QurveError
 from qurve.files import claimed, write_atomic
-from qurve.runfolder import RunFolder
+from qurve.runfolder import RunFolder, Status
 from qurve.study.definition import Study
 from qurve.study.jobs import Job, Outcome, earlier_seeds, is_made, jobs_of
 from qurve.study.local import LocalWorkers
@@ -122,7 +123,7 @@ def _execute(jobs: list[Job], workers: Workers, data_folder: str, retries: int, 
                 say(estimate(workers.running, waiting, workers.at_a_time))
             for job, outcome in ended:
                 if outcome.kind in ("died", "lost"):
-                    RunFolder(job.folder).mark_dead("failed", outcome.words)
+                    outcome = dataclasses.replace(outcome, words=_mark_dead(job, "failed", outcome.words))
                 broken[job.name, outcome.kind] += 1
                 times, most = broken[job.name, outcome.kind], again.get(outcome.kind, 0)
                 if times <= most:
@@ -141,8 +142,20 @@ def _execute(jobs: list[Job], workers: Workers, data_folder: str, retries: int, 
                 workers.stop()
             finally:
                 for job in cut_short:
-                    RunFolder(job.folder).mark_dead("stopped", "interrupted")
+                    _mark_dead(job, "stopped", "interrupted")
     return failed
+
+
+def _mark_dead(job: Job, status: Status, why: str) -> str:
+    """Note in the run's folder what became of it. Returns that, and what is wrong with a folder that cannot tell.
+
+    The damage is this run's alone: it may be mended by its next try, and no other run waits for that.
+    """
+    try:
+        RunFolder(job.folder).mark_dead(status, why)
+    except (QurveError, OSError) as error:
+        return f"{why}; its folder is damaged: {error}"
+    return why
 
 
 def estimate(running: list[Job], waiting: list[Job], at_a_time: int) -> str:
@@ -150,7 +163,11 @@ def estimate(running: list[Job], waiting: list[Job], at_a_time: int) -> str:
     words, seconds, steps = [], 0.0, 0
     left = sum(job.config.train.updates for job in waiting)
     for job in running:
-        lines = RunFolder(job.folder).train_lines() if RunFolder(job.folder).metrics_file.exists() else []
+        try:
+            lines = RunFolder(job.folder).train_lines() if RunFolder(job.folder).metrics_file.exists() else []
+        except (QurveError, OSError) as error:
+            words.append(f"{job.name}: damaged: {error}")
+            continue
         done, updates = (lines[-1]["step"] if lines else 0), job.config.train.updates
         words.append(f"{job.name}: step {done}/{updates}" + (f", loss {lines[-1]['loss']:.3f}" if lines else ""))
         seconds, steps, left = seconds + (lines[-1]["seconds"] if lines else 0), steps + done, left + updates - done

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Literal
 
-from qurve.config import content_hash, differences, from_dict
+from qurve.config import content_hash, from_dict, hashed_differences
 from qurve.data.loader import TokenData
-from qurve.errors import BadInput, Diverged, Stopped
+from qurve.errors import BadInput, Diverged, QurveError, Stopped
 from qurve.runfolder import RunFolder
 from qurve.study.definition import Arm, Study
+from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
 
 
@@ -64,18 +64,26 @@ def resolved(configs: list[RunConfig], threads: int, data_folder: str) -> list[R
 
 
 def is_made(job: Job) -> bool:
-    """Whether the run stands finished or diverged already. Raises `BadInput` when its folder is another run's."""
+    """Whether the run stands finished or diverged already. Raises `BadInput` when its folder is another run's.
+
+    A damaged one counts as not made: its training mends it from its checkpoint or says what is wrong, and the other
+    runs go on.
+    """
     run = RunFolder(job.folder)
     if not run.is_begun():
         run.refuse_foreign()
         return False
-    tree, stored = run.config_json()
-    if stored != content_hash(job.config):
+    try:
+        tree, stored = run.config_json()
         tree.pop("format", None)
-        changed = differences(from_dict(RunConfig, tree), job.config)
+        there, state = from_dict(RunConfig, tree), run.status()
+    except (QurveError, OSError):
+        return False
+    if stored != content_hash(there):  # it is not what was written there
+        return False
+    if changed := hashed_differences(there, job.config):
         listed = ", ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(changed.items())[:5])
         raise BadInput(f"{job.folder} holds a run of another configuration ({listed}); give another --out")
-    state = run.status()
     enough = int(state["step"]) >= job.config.train.updates  # else it was made with an earlier stop
     return state["status"] == "diverged" or (state["status"] == "finished" and enough)
 
@@ -85,12 +93,9 @@ def earlier_seeds(study: Study, folder: Path) -> list[list[int]]:
     file = folder / "study.json"
     if not file.exists():
         return []
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-        name, arms, seeds = before["name"], [arm["name"] for arm in before["arms"]], list(before["seeds"])
-        earlier = list(before.get("earlier_seeds", ()))
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise BadInput(f"{file} is damaged ({type(error).__name__}: {error}); give another --out") from None
+    before = read_study(file)
+    name, arms, seeds = before["name"], [arm["name"] for arm in before["arms"]], before["seeds"]
+    earlier: list[list[int]] = before.get("earlier_seeds", [])
     if name != study.name or not set(arms) <= {arm.name for arm in study.arms}:
         raise BadInput(f"{folder} holds the study {name!r} with the arms {', '.join(arms)}; give another --out")
     return earlier if seeds == list(study.seeds) else [*earlier, seeds]
@@ -105,17 +110,19 @@ def make(job: Job, device: str, data_folder: str) -> Outcome:
             import torch
 
             torch.cuda.set_device(device)
-        run = train(job.config, job.folder, TokenData.open(data_folder), resume="auto")
+        return Outcome("made", _summary(train(job.config, job.folder, TokenData.open(data_folder), resume="auto")))
     except Diverged as error:
         return Outcome("made", f"diverged ({error})")
     except Stopped as error:
         return Outcome("stopped", str(error))
     except Exception as error:  # reported, counted and carried to the exit code; the other runs go on
         return Outcome("failed", str(error) or type(error).__name__)
+
+
+def _summary(run: RunFolder) -> str:
     losses, last, environment = run.eval_lines(), run.train_lines()[-1], run.environment()
     note = f"; eager: torch.compile failed ({environment['compile_error']})" if "compile_error" in environment else ""
-    return Outcome(
-        "made",
+    return (
         f"validation loss {losses[0]['loss']:.4f} -> {losses[-1]['loss']:.4f}, "
-        f"{last['tokens'] / last['seconds']:,.0f} tokens/s{note}",
+        f"{last['tokens'] / last['seconds']:,.0f} tokens/s{note}"
     )

@@ -21,15 +21,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from qurve.errors import BadInput, did_you_mean
+from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
-
-FORMAT = 1
+from qurve.study.study_json import check_plain, one_line, read_study
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training of one arm with one seed. `status` is the run folder's, or `missing` where there is no run yet."""
+    """One training of one arm with one seed. `status` is the run folder's, `missing` where there is no run yet, or
+    `damaged` where it cannot be read."""
 
     arm: str
     seed: int
@@ -61,6 +61,8 @@ class Run:
             return f"running (step {self.step:,})"
         if self.status in ("diverged", "failed", "stopped"):
             return f"{self.status} (after step {self.step:,}{': ' + self.why if self.why else ''})"
+        if self.status == "damaged":
+            return f"damaged ({self.why})"
         return "not run" if self.status == "missing" else self.status
 
 
@@ -186,71 +188,73 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
     """Read a study's folder as it stands, finished or not. Raises `BadInput` when it is not one."""
     folder = Path(folder)
     source = folder / "study.json"
-    try:
-        tree = json.loads(source.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    if not source.exists():
         raise BadInput(
             f"{folder} is not a study folder: it has no study.json; give the folder that `qurve compare` wrote"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, IsADirectoryError) as error:
-        raise BadInput(f"{source}: not JSON ({error})") from None
-    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-        raise BadInput(f"{source}: not a study of format {FORMAT}; write it again with this version's `qurve compare`")
+        )
+    tree = read_study(source)
     try:
-        seeds = tuple(int(seed) for seed in tree["seeds"])
+        seeds = tuple(tree["seeds"])
         arms = tuple(_arm(folder, item, seeds) for item in tree["arms"])
         names = [arm.name for arm in arms]
-        if len(set(names)) < len(names):
-            raise BadInput(f"{source}: two arms have the same name (arms: {', '.join(names)})")
         if tree["baseline"] not in names:
             raise BadInput(
-                f"{source}: the baseline {tree['baseline']!r} is no arm{did_you_mean(tree['baseline'], names)}"
+                f"{source}: the baseline {tree['baseline']!r} is no arm{did_you_mean(str(tree['baseline']), names)}"
             )
         return StudyResults(
             folder=folder,
-            name=_line(tree["name"]),
-            title=_line(tree["title"]),
+            name=one_line(tree["name"]),
+            title=one_line(tree["title"]),
             command=str(tree["command"]),
             baseline=arms[names.index(tree["baseline"])],
             arms=arms,
             seeds=seeds,
             search=None if tree.get("search") is None else _search(tree["search"]),
-            earlier_seeds=tuple(tuple(int(s) for s in seeds) for seeds in tree.get("earlier_seeds", ())),
+            earlier_seeds=tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ())),
         )
     except KeyError as error:
         raise BadInput(f"{source}: the field {error} is missing") from None
     except BadInput:
         raise
     except (TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise BadInput(f"{source} or a run below it: a field has the wrong type ({error})") from None
+        raise BadInput(f"{source} is damaged: a field has the wrong type ({error})") from None
 
 
 def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int]) -> Arm:
     name = item["name"]
-    if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise BadInput(f"{folder / 'study.json'}: {name!r} cannot be an arm's name (it is a folder's name too)")
     paper = item.get("paper")
-    return Arm(
+    arm = Arm(
         name=name,
-        label=_line(item.get("label") or name),
+        label=one_line(item.get("label") or name),
         config=dict(item["config"]),
         non_embedding=_positive(item["non_embedding"]),
         total=int(item["total"]),
         flops_per_token=float(item["flops_per_token"]),
-        paper=None if paper is None else {key: str(value) for key, value in paper.items() if value is not None},
+        paper=None if paper is None else {key: one_line(value) for key, value in paper.items() if value is not None},
         runs={seed: _run(folder / "runs" / name / f"seed-{seed}", name, seed) for seed in seeds},
     )
+    for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps"):
+        if (value := arm.setting(path)) is not None:
+            _number(value, f"{path} of {name}", (int, float))
+    return arm
 
 
 def _run(path: Path, arm: str, seed: int) -> Run:
-    run = RunFolder(path)
+    try:
+        return _found(RunFolder(path), arm, seed)
+    except (QurveError, OSError, TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
+        return Run(arm, seed, "damaged", one_line(error), (), (), {}, None, 0, {})  # the other runs are as they are
+
+
+def _found(run: RunFolder, arm: str, seed: int) -> Run:
     if not run.status_file.exists():  # written last when a run starts
         return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
-    state = run.status()
+    state, environment = run.status(), run.environment()
+    check_plain(environment)
     lines = list(run.metrics())
     train = {int(line["step"]): line for line in lines if "split" not in line}  # of a resumed step the last line counts
     val = {int(line["step"]): line for line in lines if line.get("split") == "val"}
-    status, why = str(state.get("status")), _line(state.get("why", ""))
+    status, why = one_line(state.get("status")), one_line(state.get("why", ""))
     if status == "finished":
         last = val[max(val)].get("loss") if val else None
         if last is None:
@@ -269,7 +273,7 @@ def _run(path: Path, arm: str, seed: int) -> Run:
         batch_digests={step: str(line["batch_sha"]) for step, line in sorted(train.items()) if line.get("batch_sha")},
         tokens_per_s=newest["tokens"] / seconds if seconds > 0 else None,
         step=max(train, default=int(state.get("step") or 0)),
-        environment=run.environment(),
+        environment=environment,
     )
 
 
@@ -283,9 +287,9 @@ def _search(tree: dict[str, Any]) -> Search:
         return float(value) if value is not None and math.isfinite(value) else None
 
     return Search(
-        evidence=_line(tree.get("evidence", "")),
+        evidence=one_line(tree.get("evidence", "")),
         seeds=tuple(int(seed) for seed in tree.get("seeds", ())),
-        steps=tree.get("steps"),
+        steps=None if tree.get("steps") is None else _number(tree["steps"], "search.steps", int),
         chosen={
             arm: Chosen(float(point["train.lr"]), float(point["train.min_lr"]), finite(point.get("val_loss")))
             for arm, point in tree["chosen"].items()
@@ -304,15 +308,16 @@ def _search(tree: dict[str, Any]) -> Search:
     )
 
 
+def _number(value: Any, what: str, kind: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
+        raise ValueError(f"{what} = {value!r}")
+    return value
+
+
 def _positive(value: Any) -> int:
     if int(value) < 1:
         raise ValueError(f"{value!r} parameters")
     return int(value)
-
-
-def _line(text: Any) -> str:
-    """One printable line: what people name things must not break a table, an SVG or a terminal."""
-    return "".join(char for char in " ".join(str(text).split()) if char.isprintable())
 
 
 def _mean_or_none(losses: list[float | None]) -> float | None:

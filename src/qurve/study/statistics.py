@@ -102,7 +102,7 @@ def _verdict(results: StudyResults, arm: Arm, differences: Sequence[float]) -> t
         return "none", f"no verdict: the runs ended at different steps ({', '.join(f'{e:,}' for e in sorted(ends))})"
     unfinished = [*arm.unfinished, *results.baseline.unfinished]
     pending = [_which(run, arm) for run in unfinished if run.status in ("running", "missing")]
-    broken = [_which(run, arm) for run in unfinished if run.status == "diverged"]
+    broken = [_which(run, arm) for run in unfinished if run.status in ("diverged", "damaged")]
     left_out = [_which(run, arm) for run in unfinished if run.status in ("failed", "stopped")]
     if broken:  # what is left over are the seeds that survived: their mean flatters an arm that breaks
         return "none", f"no verdict: {', '.join(broken)}"

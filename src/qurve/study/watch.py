@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qurve.errors import BadInput
+from qurve.errors import BadInput, QurveError
 from qurve.runfolder import RunFolder
+from qurve.study.study_json import one_line, read_study
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -35,7 +37,7 @@ class State:
 
     run: str
     status: str
-    """The run folder's, or `waiting` where there is no run yet."""
+    """The run folder's, `waiting` where there is no run yet, or `damaged` where it cannot be read."""
     why: str
     step: int
     updates: int | None
@@ -66,26 +68,34 @@ class Watched:
     def look(self) -> list[State]:
         if not self.is_study:
             return [self._state(self.folder, self.folder.name, None)]
-        file = self.folder / "study.json"
-        try:
-            tree = json.loads(file.read_text(encoding="utf-8"))
-            runs = [(str(arm["name"]), int(seed), arm["config"]) for arm in tree["arms"] for seed in tree["seeds"]]
-        except (ValueError, TypeError, KeyError, OSError) as error:
-            raise BadInput(f"{file} is damaged ({type(error).__name__}: {error})") from None
+        tree = read_study(self.folder / "study.json")
         return [
-            self._state(self.folder / "runs" / arm / f"seed-{seed}", f"{arm}, seed {seed}", config)
-            for arm, seed, config in runs
+            self._state(
+                self.folder / "runs" / arm["name"] / f"seed-{seed}", f"{arm['name']}, seed {seed}", arm["config"]
+            )
+            for arm in tree["arms"]
+            for seed in tree["seeds"]
         ]
 
     def _state(self, path: Path, name: str, planned: dict[str, Any] | None) -> State:
+        try:
+            return self._found(path, name, planned)
+        except (QurveError, OSError) as error:  # of this run; the others are shown as they are
+            reason = one_line(str(error).replace(f"{path}{os.sep}", ""))  # the row says already which run it is
+            return State(name, "damaged", reason, 0, _updates(planned or {}))
+
+    def _found(self, path: Path, name: str, planned: dict[str, Any] | None) -> State:
         run = RunFolder(path)
         if not run.is_begun():
-            return State(name, "waiting", "", 0, _updates(planned))
+            return State(name, "waiting", "", 0, _updates(planned or {}))
         state, metrics = run.status(), self._metrics.setdefault(path, Metrics(run.metrics_file))
         metrics.read()
-        updates, last = _updates(run.config_json()[0]), metrics.train
+        config, last = run.config_json()[0], metrics.train
+        if not isinstance(config.get("train", {}), dict):
+            raise BadInput(f"{run.config_file} is damaged: 'train' has the wrong type")
+        updates = _updates(config)
         step, seconds, tokens = last.get("step", 0), last.get("seconds", 0.0), last.get("tokens", 0)
-        found = State(name, str(state.get("status")), str(state.get("why", "")), step, updates)
+        found = State(name, one_line(state.get("status")), one_line(state.get("why", "")), step, updates)
         age = None if metrics.changed is None else max(0.0, time.time() - metrics.changed)
         pace = seconds / step if step else None
         if found.status != "diverged":  # the last finite loss of a run that broke says nothing
@@ -105,42 +115,54 @@ class Metrics:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._place = (0, 0)
+        self._place = (0, 0, 0)
+        """The file's inode, and the bytes and lines of it that are read."""
         self.train: dict[str, Any] = {}
         self.val: dict[str, Any] = {}
         self.changed: float | None = None
         """When the file was last written to."""
 
     def read(self) -> None:
+        """Raises `BadInput`, each time anew, where a line is damaged."""
         try:
             with open(self._file, "rb") as file:
                 found = self._file.stat()
-                inode, offset = self._place
+                inode, offset, number = self._place
                 if inode != found.st_ino or found.st_size < offset:  # a continued run has trimmed it
-                    offset, self.train, self.val = 0, {}, {}
+                    offset, number, self.train, self.val = 0, 0, {}, {}
                 file.seek(offset)
                 for line in file:
                     if line.endswith(b"\n"):
-                        offset += len(line)
-                        self._take(line)
-                self._place, self.changed = (found.st_ino, offset), found.st_mtime
+                        offset, number = offset + len(line), number + 1
+                        self._take(line, number)
+                self._place, self.changed = (found.st_ino, offset, number), found.st_mtime
         except FileNotFoundError:
             return
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes, number: int) -> None:
         try:
             tree = json.loads(line)
-        except ValueError:
-            return
-        if isinstance(tree, dict) and "split" not in tree:
+        except (ValueError, RecursionError):
+            raise BadInput(f"{self._file}, line {number}: not JSON") from None
+        if not isinstance(tree, dict) or not all(_is_number(tree.get(key, 0)) for key in NUMBERS):
+            raise BadInput(f"{self._file}, line {number}: not a line of metrics: {line[:80].decode(errors='replace')}")
+        if "split" not in tree:
             self.train = tree
-        elif isinstance(tree, dict) and tree["split"] == "val":
+        elif tree["split"] == "val":
             self.val = tree
 
 
-def _updates(config: dict[str, Any] | None) -> int | None:
-    train = (config or {}).get("train", {})
-    planned = [train[key] for key in ("steps", "stop_at") if isinstance(train.get(key), int)]
+NUMBERS = ("step", "loss", "tokens", "seconds")
+"""What is shown of a line of metrics. None that is not finite is ever written."""
+
+
+def _is_number(value: Any) -> bool:
+    return (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
+
+
+def _updates(config: dict[str, Any]) -> int | None:
+    train = config.get("train", {})
+    planned = [train[key] for key in ("steps", "stop_at") if type(train.get(key)) is int]
     return min(planned) if planned else None
 
 

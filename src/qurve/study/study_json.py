@@ -1,0 +1,94 @@
+"""A study's `study.json`, read in one place: whatever it holds leads nobody out of its folder, or to a wrong type."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from qurve.errors import BadInput
+
+FORMAT = 1
+MOST_LEVELS = 50
+"""Of lists and objects within each other. No configuration has so many, and what reads them calls itself for each."""
+
+
+def check_arm_name(name: Any) -> None:
+    """Raise `BadInput` for a name that cannot be a folder's, or would lead elsewhere."""
+    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*", name)):
+        raise BadInput(f"an arm's name becomes a folder: letters, digits and . _ = @ + - only, not {name!r}")
+
+
+def read_study(file: Path) -> dict[str, Any]:
+    """The tree of a `study.json`: its name, arms (name and configuration) and seeds are there and of their types.
+
+    Raises `BadInput`, which names the file, where they are not.
+    """
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        check_plain(tree)
+        _check(tree)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read ({error.strerror})") from None
+    except BadInput as error:
+        what = str(error)
+    except (ValueError, RecursionError) as error:
+        what = f"not JSON ({error})"
+    else:
+        return dict(tree)
+    raise BadInput(f"{file} is damaged: {what}; restore it, or make the study in another folder")
+
+
+def check_plain(tree: Any) -> None:
+    """Raise `BadInput` for JSON that cannot be written again: nested without end, or with halves of characters."""
+    level = [tree]
+    for _ in range(MOST_LEVELS):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            break
+    else:
+        raise BadInput(f"it is nested more than {MOST_LEVELS} levels deep")
+    try:
+        json.dumps(tree, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f"it holds half a character ({error})") from None
+
+
+def _check(tree: Any) -> None:
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        raise BadInput(f"it is not a study of format {FORMAT}, which this version reads")
+    for field, kind in (("name", str), ("arms", list), ("seeds", list)):
+        if field not in tree:
+            raise BadInput(f"the field {field!r} is missing")
+        if not isinstance(tree[field], kind):
+            raise BadInput(f"{field!r} has the wrong type: {tree[field]!r}")
+    for seeds in (tree["seeds"], *_lists(tree.get("earlier_seeds", []))):
+        for seed in seeds:
+            if type(seed) is not int or seed < 0:
+                raise BadInput(f"a seed is a whole number from 0, not {seed!r}")
+    for arm in tree["arms"]:
+        if not isinstance(arm, dict):
+            raise BadInput(f"an arm has the wrong type: {arm!r}")
+        check_arm_name(arm.get("name"))
+        if not isinstance(arm.get("config"), dict) or not isinstance(arm["config"].get("train", {}), dict):
+            raise BadInput(f"the configuration of {arm['name']} has the wrong type")
+    names = [arm["name"] for arm in tree["arms"]]
+    if len(set(names)) < len(names):
+        raise BadInput(f"two arms have the same name (arms: {', '.join(names)})")
+
+
+def _lists(value: Any) -> list[list[Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, list) for item in value):
+        raise BadInput(f"'earlier_seeds' has the wrong type: {value!r}")
+    return value
+
+
+def one_line(text: Any) -> str:
+    """One printable line: what people name things must not break a table, an SVG or a terminal."""
+    return "".join(char for char in " ".join(str(text).split()) if char.isprintable())

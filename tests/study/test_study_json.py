@@ -1,0 +1,229 @@
+"""Whatever stands in a study's files, reading them ends in an answer or in a refusal that names the file."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_study import BASELINE, NONLINEAR, write_study
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
+from qurve.study.evidence import evidence_json
+from qurve.study.jobs import earlier_seeds
+from qurve.study.results import doubts, load
+from qurve.study.statistics import overall_verdict, summary_rows
+from qurve.study.tables import tex_table
+from qurve.study.watch import Watched, status_json, status_table
+
+Json = Any
+
+
+def looked_at(folder: Path) -> str:
+    states = Watched(folder).look()
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(status_table(states))
+    json.loads(status_json(states), parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    return console.export_text()
+
+
+def reported(folder: Path) -> str:
+    results = load(folder)
+    parts = [tex_table(results), overall_verdict(results), evidence_json(results), *doubts(results)]
+    return "".join([*parts, json.dumps(summary_rows(results))])
+
+
+def continued(folder: Path) -> None:
+    arms = [SimpleNamespace(name=arm["name"]) for arm in (BASELINE, NONLINEAR)]
+    earlier_seeds(SimpleNamespace(name="small", arms=arms, seeds=(1,)), folder)  # type: ignore[arg-type]
+
+
+READERS = [looked_at, reported, continued]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_study(tmp_path_factory.mktemp("whole"), (BASELINE, NONLINEAR), seeds=(1,))
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "study"))
+
+
+# ---------------------------------------------------------------------------------------------------------- study.json
+
+
+def with_fields(**fields: Json) -> Callable[[Json], Json]:
+    return lambda tree: tree | fields
+
+
+def with_arm(**fields: Json) -> Callable[[Json], Json]:
+    return lambda tree: {**tree, "arms": [tree["arms"][0], tree["arms"][1] | fields]}
+
+
+def without(field: str) -> Callable[[Json], Json]:
+    return lambda tree: {key: value for key, value in tree.items() if key != field}
+
+
+NAMES = ["../../outside", "/etc", "..", ".", "", "a/b", "a\\b", "a\0b", "a\n", "baseline", ["a"], 5, None]
+DAMAGES: dict[str, Callable[[Json], Json]] = {
+    "a list": lambda tree: [tree],
+    "another format": with_fields(format=2),
+    "levels": with_fields(search=json.loads("[" * 60 + "]" * 60)),
+    "half a character": with_fields(command="\ud800"),
+    "an arm of a number": with_fields(arms=[1]),
+    **{f"no {field}": without(field) for field in ("name", "arms", "seeds")},
+    **{f"arm {name!r}": with_arm(name=name) for name in NAMES},
+    **{f"config {value!r}": with_arm(config=value) for value in (5, None, [], {"train": 5})},
+    **{f"seeds {value!r}": with_fields(seeds=value) for value in (5, ["1"], [1.5], [True], [[1]], [-1])},
+    **{f"earlier {value!r}": with_fields(earlier_seeds=value) for value in (5, [5], [["1"]], {})},
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_study_is_refused_by_name_by_all_who_read_it(damage: str, read: Any, folder: Path) -> None:
+    file = folder / "study.json"
+    file.write_text(json.dumps(DAMAGES[damage](json.loads(file.read_text()))))
+    with pytest.raises(BadInput, match=r"study\.json is damaged: .*; restore it, or make the study in another folder"):
+        read(folder)
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"seeds": [' + b"9" * 5000 + b"]}"])
+def test_what_is_no_json_is_refused_by_name_by_all_who_read_it(content: bytes, read: Any, folder: Path) -> None:
+    (folder / "study.json").write_bytes(content)
+    with pytest.raises(BadInput, match=r"study\.json is damaged: not JSON"):
+        read(folder)
+
+
+@pytest.mark.parametrize("place", ["outside", "{absolute}"])
+def test_no_arm_leads_out_of_the_folder(place: str, folder: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    shutil.copytree(folder / "runs" / "baseline", outside)
+    name = str(outside) if place == "{absolute}" else "../../outside"
+    file = folder / "study.json"
+    tree = with_arm(name=name)(json.loads(file.read_text()))
+    file.write_text(json.dumps(tree))
+    assert (folder / "runs" / name / "seed-1" / "status.json").exists()
+    for read in READERS:
+        with pytest.raises(BadInput, match=r"study\.json is damaged: an arm's name becomes a folder"):
+            read(folder)
+
+
+def test_a_whole_study_is_read_by_all(folder: Path) -> None:
+    assert "finished" in looked_at(folder)
+    assert "Baseline" in reported(folder)
+    continued(folder)
+
+
+# ------------------------------------------------------------------------------------------------------ the runs' files
+
+OTHER_JSON = st.sampled_from(
+    [None, True, 5, -1, 1.5, 10**400, float("nan"), float("inf"), "x", "\ud800", "\x1b[2J", [], [1], {}, {"a": [1]}]
+)
+
+
+def places(node: Json, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inner:
+        yield from places(value, (*path, key))
+
+
+def replaced(node: Json, path: tuple[Any, ...], value: Json) -> Json:
+    if not path:
+        return value
+    copy = node.copy()
+    copy[path[0]] = replaced(node[path[0]], path[1:], value)
+    return copy
+
+
+def damage(text: str, data: st.DataObject) -> str:
+    tree = json.loads(text)
+    path = data.draw(st.sampled_from(list(places(tree))))
+    return json.dumps(replaced(tree, path, data.draw(OTHER_JSON)))
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_no_value_of_a_study_breaks_a_reader(data: st.DataObject, whole: Path) -> None:
+    file = whole / "study.json"
+    text = file.read_text()
+    try:
+        file.write_text(damage(text, data))
+        for read in READERS:
+            try:
+                read(whole)
+            except BadInput as error:
+                assert str(file) in str(error) or "holds the study" in str(error)  # noqa: PT017
+    finally:
+        file.write_text(text)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_no_value_in_a_runs_files_breaks_a_reader_or_hides_another_run(data: st.DataObject, whole: Path) -> None:
+    run = RunFolder(whole / "runs" / "res-gelu" / "seed-1")
+    file = data.draw(st.sampled_from([run.config_file, run.environment_file, run.status_file, run.metrics_file]))
+    text = file.read_text()
+    before = Watched(whole).look()[0]
+    try:
+        if file == run.metrics_file:
+            lines = text.splitlines()
+            at = data.draw(st.sampled_from([0, 1, len(lines) // 2, len(lines) - 2, len(lines) - 1]))
+            lines[at] = damage(lines[at], data)
+            file.write_text("\n".join(lines) + "\n")
+        else:
+            file.write_text(damage(text, data))
+        states = Watched(whole).look()
+        assert (states[0].status, states[0].loss) == (before.status, before.loss)
+        assert "\x1b" not in looked_at(whole)
+        reported(whole).encode()
+        assert load(whole).baseline.runs[1].finished
+    finally:
+        file.write_text(text)
+
+
+CONTENTS = [b"", b"{", b"[]", b"\xff\n", b"[" * 100_000 + b"\n"]
+
+
+@pytest.mark.parametrize("content", [*CONTENTS, None], ids=["empty", "torn", "a list", "no text", "deep", "a folder"])
+@pytest.mark.parametrize("name", ["config.json", "status.json", "metrics.jsonl"])
+def test_a_damaged_run_is_shown_as_such_and_the_others_as_they_are(
+    name: str, content: bytes | None, folder: Path
+) -> None:
+    file = folder / "runs" / "res-gelu" / "seed-1" / name
+    file.unlink()
+    file.mkdir() if content is None else file.write_bytes(
+        content + b"\n" * (name == "metrics.jsonl" and content != b"")
+    )
+    before, damaged = Watched(folder).look()
+    assert (before.status, before.step) == ("finished", 400)
+    if (name, content) != ("metrics.jsonl", b""):
+        assert damaged.status == "damaged"
+        assert name in damaged.why
+        assert str(folder) not in damaged.why
+        assert "damaged: " in looked_at(folder)
+    if name != "config.json":
+        run = load(folder).arms[1].runs[1]
+        assert (run.val_loss, run.finished) == (None, False)
+    assert load(folder).baseline.runs[1].finished
+
+
+def test_a_damaged_run_leaves_its_arm_without_a_verdict(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, (BASELINE, NONLINEAR), seeds=(1, 2, 3, 4))
+    (folder / "runs" / "res-gelu" / "seed-2" / "status.json").write_text("")
+    results = load(folder)
+    assert "no verdict: seed 2 damaged" in overall_verdict(results)  # it may have diverged
+    assert any("seed 2 damaged (" in doubt and "status.json" in doubt for doubt in doubts(results))
