@@ -379,7 +379,7 @@ def test_a_broken_run_is_tried_again_so_often_and_stops_no_other(
     assert workers.started.count("a") == tries
     assert workers.started.count("b") == 1
     assert failed == ({"a, seed 1": f"it {outcomes[-1]}"} if fails else {})
-    assert len([text for text in said if "it is continued from its last checkpoint" in text]) == tries - 1
+    assert len([text for text in said if "it will be continued from its last checkpoint" in text]) == tries - 1
     assert [text for text in said if text.startswith(("[1/2]", "[2/2]"))][-1].startswith("[2/2]")
 
 
@@ -673,7 +673,7 @@ def test_a_run_whose_process_is_killed_is_continued_to_the_same_numbers(
     command = [sys.executable, script, tmp_path / "killed", data_folder, "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "its process died; it is continued from its last checkpoint (1 of 1)" in done.stdout
+    assert "its process died; it will be continued from its last checkpoint (1 of 1)" in done.stdout
     study = Study("tiny", "Tiny", (Arm("baseline", "Baseline", tiny("train.steps=80")),), seeds=(1,))
     run(study, tmp_path / "quiet", data, workers=1)
     killed, quiet = (RunFolder(run_path(tmp_path / name, "baseline", 1)) for name in ("killed", "quiet"))

@@ -320,7 +320,7 @@ def test_a_lost_machines_run_continues_on_another_to_the_same_numbers(
     script = [sys.executable, two_machines.__file__, tmp_path / "disturbed", data_folder]
     done = subprocess.run(script, env=environment(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "its machine is gone; it is continued from its last checkpoint" in done.stdout
+    assert "its machine is gone; it will be continued from its last checkpoint" in done.stdout
     resumed = [
         json.loads(file.read_text()).get("resumed", []) for file in tmp_path.glob("disturbed/**/environment.json")
     ]

@@ -250,3 +250,10 @@ def test_another_length_than_the_searchs_is_flagged(tmp_path):
     tree["search"]["steps"] = 100
     file.write_text(json.dumps(tree))
     assert "Baseline: trained for 400 steps, though its rate was searched at 100." in doubts(load(tmp_path))
+
+
+def test_a_schedule_that_was_not_run_to_its_end_is_mentioned(tmp_path: Path) -> None:
+    told = "Runs were stopped at step 400 of a schedule of 4,000"
+    whole, short = (arm("baseline", "Baseline", config=config(train__steps=s, train__stop_at=400)) for s in (400, 4000))
+    assert not any(told in doubt for doubt in doubts(load(write_study(tmp_path / "whole", (whole,)))))
+    assert any(told in doubt for doubt in doubts(load(write_study(tmp_path / "short", (short,)))))

@@ -128,7 +128,8 @@ def _execute(jobs: list[Job], workers: Workers, data_folder: str, retries: int, 
                 times, most = broken[job.name, outcome.kind], again.get(outcome.kind, 0)
                 if times <= most:
                     waiting.append(job)
-                    say(f"{job.name}: {outcome.words}; it is continued from its last checkpoint ({times} of {most})")
+                    next_try = f"it will be continued from its last checkpoint ({times} of {most})"
+                    say(f"{job.name}: {outcome.words}; {next_try}")
                     continue
                 done += 1
                 if outcome.kind != "made":
@@ -143,6 +144,7 @@ def _execute(jobs: list[Job], workers: Workers, data_folder: str, retries: int, 
             finally:
                 for job in cut_short:
                     _mark_dead(job, "stopped", "interrupted")
+                say("stopped; the same command goes on from here")
     return failed
 
 

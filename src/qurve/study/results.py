@@ -425,6 +425,13 @@ def doubts(results: StudyResults) -> list[str]:
     ends = sorted({run.val[-1][0] for run in results.runs if run.finished})
     if len(ends) > 1:
         found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")
+    for steps, stop_at in sorted(
+        {(arm.setting("train.steps"), arm.setting("train.stop_at")) for arm in results.arms}, key=str
+    ):
+        if isinstance(steps, int) and isinstance(stop_at, int) and stop_at < steps:
+            found.append(
+                f"Runs were stopped at step {stop_at:,} of a schedule of {steps:,}: the rate had not come down."
+            )
     for key in ("cpu", "device", "torch", "precision", "compiled", "commit", "threads"):
         values = {json.dumps(run.environment[key]) for run in results.runs if key in run.environment}
         if len(values) > 1:
