@@ -174,6 +174,6 @@ def cut_short(config: RunConfig, out: Path, data: TokenData, how: str, step: int
 
 
 def stop_after(step: int, out: Path, data: TokenData, config: RunConfig | None = None) -> RunFolder:
-    with pytest.raises(Stopped, match=f"stopped after step {step}; --resume auto goes on from there"):
+    with pytest.raises(Stopped, match=f"stopped after step {step}, which is saved"):
         train(config or smallest(), out, data, After(step, ask_to_stop), resume="auto")
     return RunFolder(out)

@@ -20,6 +20,7 @@ import pytest
 from qurve import presets
 from qurve.cli import COMMANDS, main
 from qurve.errors import BadInput
+from qurve.files import claimed
 from qurve.runfolder import RunFolder
 from qurve.study import local
 from tiny import InProcess
@@ -415,7 +416,7 @@ def test_compare_leaves_runs_and_a_report(compared: tuple[Path, Outcome]) -> Non
     names = {path.name for path in (folder / "report").iterdir()}
     assert {"report.html", "table.csv", "table.tex"} <= names
     assert {Path(name).suffix for name in names} >= {".svg", ".png"}
-    assert (folder / "report" / "table.csv").read_text().splitlines()[0] == ROW_KEYS.replace(" ", ",")
+    assert (folder / "report" / "table.csv").read_text().splitlines()[0] == f"{ROW_KEYS} diverged".replace(" ", ",")
 
 
 def test_compare_prints_one_document_with_the_agreed_keys(compared: tuple[Path, Outcome]) -> None:
@@ -652,6 +653,29 @@ def test_what_the_system_refuses_ends_in_its_words(tmp_path: Path) -> None:
     assert refused.code in (1, 2)
     assert "File name too long" in refused.err
     assert "Traceback" not in refused.err
+
+
+def test_a_refusal_leaves_what_another_process_has_begun(
+    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two start in one new folder: the one that comes second must not clear away what the first one makes."""
+    from qurve.train import loop
+
+    other = contextlib.ExitStack()
+    decide = loop.decide
+
+    def overtaken(*arguments: Any) -> Any:
+        decided = decide(*arguments)
+        (tmp_path / "new" / "run" / "data").mkdir(parents=True)
+        other.enter_context(claimed(tmp_path / "new" / "run"))
+        return decided
+
+    monkeypatch.setattr(loop, "decide", overtaken)
+    with other:
+        refused = call("train", "smoke", "--data", data_folder, "--out", tmp_path / "new" / "run")
+        assert refused.code == 2
+        assert "another process is working on" in refused.err
+        assert (tmp_path / "new" / "run" / "data").is_dir()
 
 
 def test_a_folder_of_something_else_is_refused_before_data_is_prepared_in_it(tmp_path: Path) -> None:

@@ -102,6 +102,21 @@ def test_a_lock_without_a_name_in_it_still_locks(tmp_path: Path) -> None:
                 claimed(tmp_path).__enter__()
 
 
+def test_a_lock_that_leads_elsewhere_is_refused_and_what_it_leads_to_left_alone(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / LOCK).symlink_to(victim)
+    with pytest.raises(BadInput, match=rf"{folder} cannot be locked"):
+        claimed(folder).__enter__()
+    assert victim.read_text() == "mine"
+    (folder / LOCK).unlink()
+    (folder / LOCK).mkdir()
+    with pytest.raises(BadInput, match=rf"{folder} cannot be locked \(Is a directory\); give another --out"):
+        claimed(folder).__enter__()
+
+
 # ---------------------------------------------------------------------------------------------------------- manifests
 
 
@@ -143,7 +158,7 @@ def test_a_file_that_is_missing_or_leads_elsewhere_is_named(folder: Path) -> Non
     with pytest.raises(BadInput, match=r"a\.bin is missing"):
         check_manifest(folder, "a.bin")
     (folder / "a.bin").symlink_to(folder / "elsewhere")
-    with pytest.raises(BadInput, match=r"a\.bin is missing"):
+    with pytest.raises(BadInput, match=r"a\.bin is a link, which is not followed"):
         check_manifest(folder, "a.bin")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_going_on_trims_the_metrics_and_says_so(run: RunFolder) -> None:
     assert run.environment()["resumed"] == [
         {"step": 2, "earlier_hash": "abc", "changed": {"model.d_model": [4, 8]}, "torch": "3"}
     ]
-    assert run.earlier_hashes() == ["abc"]
+    assert [entry["earlier_hash"] for entry in run.resumed()] == ["abc"]
     assert run.status() == {"format": 1, "status": "running", "step": 2, "why": ""}
     assert not list(run.path.glob(".*"))
 
@@ -139,8 +140,8 @@ def test_only_a_run_that_says_running_is_marked_dead(run: RunFolder, tmp_path: P
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_come_back_in_full(tmp_path_factory: pytest.TempPathFactory, number: float) -> None:
     run = RunFolder(tmp_path_factory.mktemp("run"))
-    run.append({"step": 1, "loss": number})
-    assert list(run.metrics()) == [{"step": 1, "loss": number}]
+    run.append(line(1) | {"loss": number})
+    assert list(run.metrics()) == [line(1) | {"loss": number}]
 
 
 def test_what_is_not_a_number_is_never_written(run: RunFolder) -> None:
@@ -169,9 +170,22 @@ def test_a_torn_last_line_is_left_out(cut: int, run: RunFolder) -> None:
 
 
 def test_damage_before_the_last_line_is_refused_with_its_place(run: RunFolder) -> None:
-    run.metrics_file.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(BadInput, match=r"metrics\.jsonl, line 2: not JSON"):
-        list(run.metrics())
+    run.append(line(1))
+    whole = run.metrics_file.read_text()
+    val = {"step": 1, "split": "val", "loss": 2.0, "tokens": 8}
+    for wrong, message in [
+        ('{"st', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"step": ' + "1" * 5000 + "}", "not JSON"),
+        *((text, "not a line of metrics") for text in ("{}", "[]", "null", "5", '"step"')),
+        *((json.dumps({k: v for k, v in line(2).items() if k != name}), "not a line") for name in line(2)),
+        *((json.dumps(line(2) | change), "not a line") for change in ({"step": "2"}, {"loss": None}, {"tokens": True})),
+        *((json.dumps(val | change), "not a line") for change in ({"loss": "x"}, {"split": 1}, {"step": 1.5})),
+    ]:
+        run.metrics_file.write_text(whole + wrong + "\n" + whole)
+        for read in (run.train_lines, run.eval_lines, run.last_step):
+            with pytest.raises(BadInput, match=rf"metrics\.jsonl, line 2: {message}"):
+                read()
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -189,6 +203,30 @@ def test_folders_that_are_no_runs_are_named(tmp_path: Path) -> None:
             read()
     with pytest.raises(BadInput, match="holds no checkpoint"):
         run.latest_checkpoint()
+
+
+@pytest.mark.parametrize("text", ["{}", '{"status": "over", "step": 1}', '{"status": "failed", "step": "x"}'])
+def test_a_status_that_is_none_is_named(text: str, run: RunFolder) -> None:
+    run.status_file.write_text(text)
+    with pytest.raises(BadInput, match=r"status\.json is damaged"):
+        run.status()
+
+
+@pytest.mark.parametrize("resumed", ["5", "null", '"abc"', "[1]", "[{}]"])
+def test_a_list_of_resumptions_that_is_none_is_named(resumed: str, run: RunFolder) -> None:
+    run.environment_file.write_text(f'{{"format": 1, "resumed": {resumed}}}')
+    with pytest.raises(BadInput, match=r"environment\.json is damaged: 'resumed'"):
+        run.resumed()
+
+
+def test_a_full_disk_takes_the_status_where_it_stands(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run.set_status("running", step=1, why="x" * 500)
+    monkeypatch.setattr(runfolder, "write_atomic", full)
+    run.set_status("failed", step=2, why="the disk is full")
+    assert run.status() == {"format": 1, "status": "failed", "step": 2, "why": "the disk is full"}
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "must hold a JSON object")])

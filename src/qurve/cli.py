@@ -22,11 +22,12 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from qurve.config import apply_settings
 from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, Stopped, did_you_mean
-from qurve.files import LOCK
+from qurve.files import LOCK, claimed
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
-    from qurve.train.config import RunConfig
+    from qurve.data.loader import TokenData
+    from qurve.train.config import DataConfig, RunConfig
 
 DESCRIPTION = """\
 qurve: nonlinear query projections in transformers, and a fair referee for architecture claims.
@@ -83,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = app.cli(args=arguments or ["--help"], prog="qurve", description=DESCRIPTION)
     except Stopped as stopped:
         if rank == "0":  # all processes of a run stop together
-            errors.print(f"qurve: {stopped}", markup=False, highlight=False, soft_wrap=True)
+            errors.print(
+                f"qurve: {stopped}; --resume auto goes on from there", markup=False, highlight=False, soft_wrap=True
+            )
         sys.exit(stopped.exit_code)
     except QurveError as error:
         where = "" if rank == "0" else f"process {rank}: "
@@ -151,7 +154,6 @@ def compare(
     from qurve.study.definition import grid_study, load_study
     from qurve.study.execute import run_study
     from qurve.study.on_ray import Cluster
-    from qurve.train.data import open_data
 
     flags = _given(steps=steps, device=device)
     chosen = grid_study(study, grid, settings).change(**flags) if grid else load_study(study).change(settings, **flags)
@@ -176,8 +178,7 @@ def compare(
         config = dataclasses.replace(config, path=str(data))
     console = _console(as_json)
     command = " ".join(["qurve", *sys.argv[1:]])
-    with _nothing_created_when_refused(folder):
-        opened = open_data(config, folder / "data")
+    with _data_in(folder, config) as opened:
         failed = run_study(
             chosen,
             folder,
@@ -243,12 +244,13 @@ def train(
     from qurve.train.distributed import joined
     from qurve.train.loop import train as train_model
     from qurve.train.progress import Progress, for_console
-    from qurve.train.runtime import resolve_device
+    from qurve.train.runtime import check_processes, resolve_device
 
     console = _console(as_json)
-    with joined(resolve_device(config.train.device)) as world, _nothing_created_when_refused(out, world.main):
+    with joined(resolve_device(config.train.device)) as world, contextlib.ExitStack() as ending:
+        check_processes(config, world)
         if world.main:
-            opened = open_data(config.data, out / "data")
+            opened = ending.enter_context(_data_in(out, config.data))
         world.wait()  # the embedded corpus is prepared once
         if not world.main:
             opened = open_data(config.data, out / "data")
@@ -452,17 +454,24 @@ def _refuse_foreign_study(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _nothing_created_when_refused(folder: Path, mine: bool = True) -> Iterator[None]:
-    """Remove `folder` and the parents made for it when the input is refused after the corpus was prepared in it."""
+def _data_in(folder: Path, config: DataConfig) -> Iterator[TokenData]:
+    """The data that `config` names. The embedded corpus is prepared in `folder`, and goes again on a refusal."""
+    from qurve.train.data import open_data
+
     made = [place for place in (folder, *folder.parents) if not place.exists()]
+    is_missing, prepared = not (folder / "data").exists(), False
     try:
-        yield
+        data = open_data(config, folder / "data")
+        prepared = is_missing and config.path is None
+        yield data
     except BadInput:
-        if mine and made and not RunFolder(folder).config_file.exists() and not (folder / "runs").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            for parent in made[1:]:
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
+        if prepared:  # by us; but another process may have begun with it in the meantime, and then has the lock
+            with contextlib.suppress(BadInput), claimed(folder):
+                if not (folder / "config.json").exists() and not (folder / "study.json").exists():
+                    shutil.rmtree(folder / "data")
+        for place in made:
+            with contextlib.suppress(OSError):  # it is not empty, or was never made
+                place.rmdir()
         raise
 
 

@@ -24,6 +24,9 @@ C = TypeVar("C")
 FORMAT = 1
 """Version of the JSON form; a file that states another one is refused."""
 
+LARGEST = 2**62
+"""Of whole numbers: beyond, 64 bits do not hold what is computed from them."""
+
 NOT_HASHED = {"hash": False}
 """Field metadata for what does not change the numbers: where and how a run is stored, logged, checkpointed, stopped."""
 
@@ -250,6 +253,8 @@ def _parse(hint: Any, value: Any, path: str) -> Any:
             return value
     elif hint is int:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
+            if abs(value) > LARGEST:
+                raise BadInput(f"{path} = {value!r:.30} is too large for any use")
             return int(value)
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:

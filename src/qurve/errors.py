@@ -27,6 +27,10 @@ class BadInput(QurveError, ValueError):
     exit_code = EXIT_BAD_INPUT
 
 
+class Damaged(BadInput):
+    """A file that is not what was written: cut short, changed, or gone."""
+
+
 class Diverged(QurveError):
     """The loss or a gradient stopped being finite, or the loss stayed above its bound."""
 

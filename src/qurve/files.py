@@ -9,10 +9,11 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from qurve.errors import BadInput
+from qurve.errors import BadInput, Damaged
 
 LOCK = ".lock"
 
@@ -40,6 +41,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def remove(path: Path) -> None:
+    """Remove a folder with all it holds, a file, or a link (never what it leads to)."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -65,7 +74,10 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def _lock(path: Path) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise BadInput(f"{path.parent} cannot be locked ({error.strerror}); give another --out") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -101,22 +113,24 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path, *names: str) -> None:
-    """Raise `BadInput` that names the file, unless each of `names` is in the folder's manifest and is what it says.
+    """Raise `Damaged`, which names the file, unless each of `names` is in the folder's manifest and is what it says.
 
     Only the names asked for are opened, so that no manifest leads anywhere else.
     """
     try:
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         stated = {name: (int(listed[name]["bytes"]), str(listed[name]["sha256"])) for name in names}
-    except OSError as error:
-        raise BadInput(f"{folder / MANIFEST} cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise BadInput(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise Damaged(f"{folder / MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+        raise Damaged(f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
     for name, (size, sha256) in stated.items():
         file = folder / name
-        if file.is_symlink() or not file.is_file():
-            raise BadInput(f"{file} is missing")
+        if file.is_symlink():
+            raise Damaged(f"{file} is a link, which is not followed")
+        if not file.is_file():
+            raise Damaged(f"{file} is missing")
         if file.stat().st_size != size:
-            raise BadInput(f"{file} is damaged: it has {file.stat().st_size} bytes, not {size}")
+            raise Damaged(f"{file} is damaged: it has {file.stat().st_size} bytes, not {size}")
         if (found := sha256_of(file)) != sha256:
-            raise BadInput(f"{file} is damaged: its sha256 is {found}, not {sha256}")
+            raise Damaged(f"{file} is damaged: its sha256 is {found}, not {sha256}")

@@ -14,15 +14,17 @@ compilation are not in `seconds`). Evaluation lines: `step split loss tokens`, a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from qurve.errors import BadInput
-from qurve.files import LOCK, write_atomic
+from qurve.files import LOCK, remove, write_atomic
 
 FORMAT = 1
 
@@ -96,23 +98,34 @@ class RunFolder:
         """Continue the run after `step`: metrics of later steps go, and where it goes on is noted."""
         entry = {"step": step, "earlier_hash": self.config_json()[1], "changed": changes, **environment}
         for left_over in self.path.glob(".*.part"):
-            left_over.unlink()
-        self.add_to_environment({"resumed": [*self.environment().get("resumed", ()), entry]})
+            remove(left_over)
+        self.add_to_environment({"resumed": [*self.resumed(), entry], "processes": environment.get("processes")})
+        self.set_status(
+            "running", step=step
+        )  # before the configuration: a kill in between leaves the changes to be made
         self.write_config(config_json, config_hash)
         self.trim_metrics(step if step or not changes else -1)  # of a changed model, step 0 is measured anew
-        self.set_status("running", step=step)
 
-    def earlier_hashes(self) -> list[str]:
-        """Hashes of the configurations that this run had before it was continued with changes."""
-        return [entry["earlier_hash"] for entry in self.environment().get("resumed", ())]
+    def resumed(self) -> list[dict[str, Any]]:
+        """Where this run was continued, and on what: each entry has `step`, `changed` and `earlier_hash`."""
+        entries = self.environment().get("resumed", [])
+        if not (isinstance(entries, list) and all(isinstance(e, dict) and "earlier_hash" in e for e in entries)):
+            raise BadInput(f"{self.environment_file} is damaged: 'resumed' is not a list of what was resumed")
+        return entries
 
     def add_to_environment(self, facts: dict[str, Any]) -> None:
         write_atomic(self.environment_file, json.dumps({**self.environment(), **facts}, indent=2) + "\n")
 
     def set_status(self, status: Status, *, step: int, why: str = "") -> None:
-        write_atomic(
-            self.status_file, json.dumps({"format": FORMAT, "status": status, "step": step, "why": why}) + "\n"
-        )
+        text = json.dumps({"format": FORMAT, "status": status, "step": step, "why": why}) + "\n"
+        try:
+            write_atomic(self.status_file, text)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            with open(self.status_file, "r+", encoding="utf-8") as file:  # a full disk has room for what it holds
+                file.write(text)
+                file.truncate()
 
     def mark_dead(self, status: Status, why: str) -> None:
         """For a run whose process is gone without a word: its status would say `running` for ever."""
@@ -143,7 +156,11 @@ class RunFolder:
         return self._read(self.environment_file)
 
     def status(self) -> dict[str, Any]:
-        return self._read(self.status_file)
+        """`{"status", "step", "why", …}`, checked."""
+        tree = self._read(self.status_file)
+        if tree.get("status") not in typing.get_args(Status) or not isinstance(tree.get("step"), int):
+            raise BadInput(f"{self.status_file} is damaged: it holds no status with a step")
+        return {"why": "", **tree}
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The metrics, line by line; a torn last line of a killed run is left out."""
@@ -154,9 +171,12 @@ class RunFolder:
                 if not line.endswith("\n"):
                     return
                 try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError):
                     raise BadInput(f"{self.metrics_file}, line {number}: not JSON") from None
+                if not _is_metrics_line(entry):
+                    raise BadInput(f"{self.metrics_file}, line {number}: not a line of metrics: {line.strip()[:80]}")
+                yield entry
 
     def train_lines(self) -> list[dict[str, Any]]:
         return [line for line in self.metrics() if "split" not in line]
@@ -169,7 +189,8 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending: one takes its name when it is whole."""
-        names = (folder.name for folder in self.checkpoints.glob("step-*")) if self.checkpoints.is_dir() else ()
+        folders = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else ()
+        names = (folder.name for folder in folders if folder.is_dir() and not folder.is_symlink())
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name))
 
     def latest_checkpoint(self) -> Path:
@@ -188,3 +209,24 @@ class RunFolder:
         if not isinstance(tree, dict):
             raise BadInput(f"{path}: must hold a JSON object")
         return tree
+
+
+TRAINING = {
+    "step": int,
+    "loss": float,
+    "lr": float,
+    "grad_norm": float,
+    "tokens": int,
+    "seconds": float,
+    "batch_sha": str,
+}
+EVALUATION = {"step": int, "split": str, "loss": float, "tokens": int}
+
+
+def _is_metrics_line(entry: Any) -> bool:
+    """Whether every field of a training or evaluation line is there, and of its type."""
+    if not isinstance(entry, dict):
+        return False
+    wanted = EVALUATION if "split" in entry else TRAINING
+    kinds = {name: (int, float) if kind is float else kind for name, kind in wanted.items()}
+    return all(isinstance(entry.get(name), kind) and entry[name] is not True for name, kind in kinds.items())

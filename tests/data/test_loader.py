@@ -103,17 +103,29 @@ def test_damaged_nanogpt_files(nanogpt: Path) -> None:
 
 
 def folder_with(tmp_path: Path, name: str = "train-00000.bin", tokens: int = 10, **change: object) -> Path:
-    np.arange(10, dtype="<u2").tofile(tmp_path / "train-00000.bin")
+    file = tmp_path / "train-00000.bin"
+    np.arange(10, dtype="<u2").tofile(file)
+    shard = {"name": name, "tokens": tokens, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
     manifest = {
         "format": 1,
         "fingerprint": "f",
         "tokenizer": {"spec": "bytes"},
         "n_ids": 257,
         "dtype": "uint16",
-        "splits": {"train": {"tokens": tokens, "shards": [{"name": name, "tokens": tokens}]}},
+        "splits": {"train": {"tokens": tokens, "shards": [shard]}},
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | change))
     return tmp_path
+
+
+def test_tokens_that_were_changed_in_place_are_named_when_they_are_verified(tmp_path: Path) -> None:
+    data = TokenData.open(folder_with(tmp_path))
+    data.verify()
+    shard = np.memmap(tmp_path / "train-00000.bin", dtype="<u2", mode="r+")
+    shard[3] = 9
+    shard.flush()
+    with pytest.raises(BadInput, match=r"train-00000\.bin is not what was prepared: its sha256 is"):
+        data.verify()
 
 
 def test_a_sound_folder_opens(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_csv_holds_the_rows_in_full(tmp_path):
     results = load(write_study(tmp_path, fates={("mlp-4.75", 1): "diverged"}))
     read = list(csv.DictReader(io.StringIO(csv_table(results))))
     rows = summary_rows(results)
-    assert list(read[0]) == list(ROW_KEYS)
+    assert list(read[0]) == [*ROW_KEYS, "diverged"]
+    assert [line.pop("diverged") for line in read] == ["0", "1", "0"]
     for line, row in zip(read, rows, strict=True):
         assert line == {key: "" if value is None else str(value) for key, value in row.items()}
     assert float(read[2]["diff"]) == rows[2]["diff"]
@@ -123,4 +124,4 @@ def test_a_diverged_baseline_is_named_in_every_table(tmp_path):
     assert re.search(r"Baseline +0/3 +800,000 +diverged +–", console.export_text())
     assert "& 0/3 & diverged & ref. & ref." in tex_table(results)
     row = next(csv.DictReader(io.StringIO(csv_table(results))))
-    assert (row["val_loss"], row["verdict"].count("diverged")) == ("", 3)
+    assert (row["val_loss"], row["diverged"], row["verdict"].count("diverged")) == ("diverged", "3", 3)

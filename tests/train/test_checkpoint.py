@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from qurve.errors import BadInput
+from qurve import files
+from qurve.errors import BadInput, Damaged
 from qurve.files import write_manifest
 from qurve.model.gpt import GPT
 from qurve.runfolder import RunFolder
@@ -180,14 +181,68 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(
     assert (name in (MODEL, OPTIMIZER)) <= ("sha256" in notes[0] or "bytes" in notes[0] or "missing" in notes[0])
 
 
-def test_none_is_left_when_all_are_damaged(run: RunFolder) -> None:
+def test_nothing_is_moved_and_nothing_begun_when_all_are_damaged(run: RunFolder) -> None:
     notes: list[str] = []
     assert newest_complete(run, notes.append) is None
     for step in (2, 4):
         flip(save(run, step) / MODEL)
-    assert newest_complete(run, notes.append) is None
-    assert len(notes) == 2
-    assert not (run.checkpoints / "latest").is_symlink()
+    with pytest.raises(Damaged, match=r"no whole checkpoint left \(.*step-00000004.*step-00000002.*another --out"):
+        newest_complete(run, notes.append)
+    assert (notes, run.checkpoint_steps()) == ([], [2, 4])
+
+
+def test_an_error_of_the_disk_is_no_damage(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(run, 2)
+
+    def fail(*args: Any) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files, "sha256_of", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        newest_complete(run, lambda _: None)
+    assert run.checkpoint_steps() == [2]
+
+
+@pytest.mark.parametrize("state", ["{}", "[]", "null", "5", "[" * 100_000, "{torn"])
+def test_a_state_that_is_none_is_refused_where_it_is_needed_and_passed_over_where_not(
+    state: str, run: RunFolder
+) -> None:
+    old, new = save(run, 2), save(run, 4)
+    (old / STATE).write_text(state)
+    prune(run, TrainConfig(keep=1))
+    assert run.checkpoint_steps() == [2, 4]
+    (new / STATE).write_text(state)
+    (new / "manifest.json").unlink()
+    write_manifest(new)
+    with pytest.raises(BadInput, match=r"step-00000004/state\.json is not the state|is of format None"):
+        newest_complete(run, lambda _: None)
+    assert run.checkpoint_steps() == [2, 4]
+
+
+@pytest.mark.parametrize("change", [{"step": 10**9}, {"step": -3}, {"step": "4"}, {"loss_above_bound": None}])
+def test_a_state_that_is_not_of_its_checkpoint_is_refused(change: dict[str, Any], run: RunFolder) -> None:
+    folder = save(run, 4)
+    (folder / STATE).write_text(json.dumps(json.loads((folder / STATE).read_text()) | change))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
+    with pytest.raises(BadInput, match=r"state\.json is not the state of this checkpoint"):
+        newest_complete(run, lambda _: None)
+
+
+def test_links_and_strange_files_among_the_checkpoints_are_not_in_the_way(run: RunFolder, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(save(run, 2), elsewhere)
+    run.checkpoint(9).symlink_to(elsewhere)
+    (run.checkpoints / ".step-00000003.part").symlink_to(elsewhere)
+    (run.checkpoints / ".step-00000005.part").write_text("a file")
+    (run.checkpoints / "latest").unlink()
+    shutil.copytree(elsewhere, run.checkpoints / "latest")  # as a copy makes it that follows links
+    assert run.checkpoint_steps() == [2]
+    save(run, 4)
+    prune(run, TrainConfig(keep=1))
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step-00000004", "step-00000009"]
+    assert (run.checkpoints / "latest").is_symlink()
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["manifest.json", MODEL, OPTIMIZER, STATE]
 
 
 def rewrite(folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -264,7 +319,7 @@ def test_pruning_removes_the_others_and_leaves_what_cannot_be_read(run: RunFolde
     source = save(run, 1, val_loss=2.0)
     for step, loss in ((2, 5.0), (3, 4.0), (4, 4.5), (5, 6.0)):
         shutil.copytree(source, run.checkpoint(step))
-        (run.checkpoint(step) / STATE).write_text(json.dumps({"val_loss": loss, "loss_above_bound": 0}))
+        (run.checkpoint(step) / STATE).write_text(json.dumps({"step": step, "val_loss": loss, "loss_above_bound": 0}))
     (run.checkpoint(2) / STATE).write_text("{torn")
     prune(run, TrainConfig(keep=2))
     assert run.checkpoint_steps() == [1, 2, 4, 5]
@@ -285,7 +340,7 @@ def test_the_best_is_kept_even_if_it_was_measured_after_its_checkpoint_was_writt
     source = save(run, 1, val_loss=2.0)
     for step in (2, 3, 4):
         shutil.copytree(source, run.checkpoint(step))
-    (run.checkpoint(2) / STATE).write_text(json.dumps({"val_loss": None, "loss_above_bound": 0}))
+    (run.checkpoint(2) / STATE).write_text(json.dumps({"step": 2, "val_loss": None, "loss_above_bound": 0}))
     run.append({"step": 2, "split": "val", "loss": 1.5, "tokens": 1})
     prune(run, TrainConfig(keep=1))
     assert run.checkpoint_steps() == [2, 4]

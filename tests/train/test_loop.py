@@ -397,7 +397,7 @@ class Interfering(Progress):
 @pytest.mark.parametrize(
     ("error", "status", "why"),
     [
-        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
         (RuntimeError("out of luck"), "failed", "out of luck"),
         (SystemExit(), "failed", "SystemExit"),
     ],

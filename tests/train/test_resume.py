@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -29,13 +31,15 @@ from interrupted import (
     snapshot,
     stop_after,
 )
-from qurve.config import content_hash, from_dict
+from qurve.config import content_hash, from_dict, to_json
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput, Diverged, QurveError, Stopped
+from qurve.files import claimed, write_manifest
 from qurve.model.gpt import GPT
 from qurve.runfolder import RunFolder
-from qurve.train import checkpoint, loop
+from qurve.train import checkpoint, loop, resume, runtime
 from qurve.train.config import RunConfig
+from qurve.train.distributed import World
 from qurve.train.loop import train
 from qurve.train.schedule import learning_rate
 
@@ -433,7 +437,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(
             train(smallest(), run.path, little, resume="auto")
     assert failure.value.exit_code == 1
     assert "the disk is full" in str(failure.value)
-    assert "the checkpoint of step 5 is whole. Make room, then go on with --resume auto" in str(failure.value)
+    assert "the newest checkpoint is of step 5. Make room, then go on with --resume auto" in str(failure.value)
     assert run.status()["status"] == "failed"
     assert snapshot(run.checkpoint(5)) == kept
     assert_whole(run)
@@ -446,5 +450,87 @@ def test_a_full_disk_that_takes_no_status_either_still_says_what_went_wrong(
     monkeypatch.setattr(RunFolder, "append", full_disk)
     monkeypatch.setattr("qurve.runfolder.write_atomic", full_disk)
     monkeypatch.setattr(RunFolder, "go_on", lambda *args: None)
-    with pytest.raises(QurveError, match=r"the disk is full .* step 5 is whole"):
+    with pytest.raises(QurveError, match=r"the disk is full .* of step 5"):
         train(smallest(), run.path, little, resume="auto")
+
+
+# ------------------------------------------------------------------------------------------------- found by reviewers
+
+
+@pytest.mark.parametrize("change", ["data.order_seed=7", "train.seed=2", "train.tokens_per_step=128"])
+def test_a_change_of_the_batches_survives_a_kill_before_the_next_checkpoint(
+    change: str, little: TokenData, tmp_path: Path
+) -> None:
+    name = change.partition("=")[0]
+    run = stop_after(4, tmp_path / "run", little)
+    with pytest.raises(Lost):
+        train(smallest(change), run.path, little, After(5, lose), resume="auto", changed=[name])
+    done = train(smallest(change), run.path, little, resume="auto")  # named once is enough
+    assert done.status()["status"] == "finished"
+    assert [entry["step"] for entry in done.resumed()] == [4, 4]
+
+
+def test_tokens_are_cumulative_whatever_a_step_takes(little: TokenData, tmp_path: Path) -> None:
+    change = "train.tokens_per_step=128"
+    run = stop_after(3, tmp_path / "run", little)
+    before = run.train_lines()[-1]["tokens"]
+    run = train(smallest(change), run.path, little, resume="auto", changed=["train.tokens_per_step"])
+    assert [line["tokens"] for line in run.train_lines()[3:5]] == [before + 128, before + 256]
+
+
+def test_data_that_were_changed_in_place_are_refused(tmp_path: Path) -> None:
+    data = little_data(tmp_path / "data")
+    run = stop_after(4, tmp_path / "run", data)
+    shard = np.memmap(data.folder / "train-00000.bin", dtype="<u2", mode="r+")
+    shard[:] = shard[0]
+    shard.flush()
+    before = snapshot(run.path)
+    with pytest.raises(BadInput, match=r"train-00000\.bin is not what was prepared"):
+        train(smallest(), run.path, TokenData.open(data.folder), resume="auto")
+    assert snapshot(run.path) == before
+
+
+def test_one_folder_has_one_process(little: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another one takes a new folder after this one has looked, and before it takes it itself."""
+    run = stop_after(3, tmp_path / "run", little)
+    with claimed(run.path), pytest.raises(BadInput, match="another process is working on"):
+        train(smallest(), run.path, little, resume="auto")
+    other = contextlib.ExitStack()
+    decide = loop.decide
+
+    def overtaken(*arguments: Any) -> Any:
+        decided = decide(*arguments)
+        (tmp_path / "new").mkdir()
+        other.enter_context(claimed(tmp_path / "new"))
+        return decided
+
+    monkeypatch.setattr(loop, "decide", overtaken)
+    with other, pytest.raises(BadInput, match="another process is working on"):
+        train(smallest(), tmp_path / "new", little)
+    assert not RunFolder(tmp_path / "new").is_begun()
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_left_where_it_is(little: TokenData, tmp_path: Path) -> None:
+    run = stop_after(4, tmp_path / "run", little)
+    for step in run.checkpoint_steps():
+        file = run.checkpoint(step) / "state.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 3}))
+        (file.parent / "manifest.json").unlink()
+        write_manifest(file.parent)
+    before = snapshot(run.path)
+    with pytest.raises(BadInput, match="is of format 3; this version continues format 2"):
+        train(smallest(), run.path, little, resume="auto")
+    assert snapshot(run.path) == before
+
+
+def test_threads_are_those_of_the_last_processes_not_of_the_first(
+    little: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stop_after(2, tmp_path / "run", little)
+    monkeypatch.setattr(runtime, "launched", lambda: True)
+    two, open_ended = World(0, 2, 0, 2), smallest("train.threads=none", "train.parallel=ddp")
+    config, changes = resume.decide(
+        smallest("train.threads=3", "train.parallel=ddp"), run, little, "auto", ["train.threads"], two
+    )
+    run.go_on(2, to_json(config), content_hash(config), runtime.describe(config, two), changes)
+    assert resume.decide(open_ended, run, little, "auto", [], two)[0].train.threads == 3

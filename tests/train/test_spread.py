@@ -63,12 +63,14 @@ def test_many_processes_make_the_run_of_one(size: int, data: TokenData, alone: R
     modes = ("ddp", "fsdp")
     begun = [(tmp_path / mode, f"train.parallel={mode}", "train.stop_at=9") for mode in modes]
     bound = (tmp_path / "bound", "train.parallel=ddp", "train.loss_bound=0.1", "train.loss_bound_steps=3")
-    spread(size, data, *begun, *(job[:2] for job in begun), (*bound, "train.stop_at=2"), bound)
+    stopped = (tmp_path / "stopped", "train.parallel=fsdp", "asked to stop in an evaluation")
+    spread(size, data, *begun, *(job[:2] for job in begun), (*bound, "train.stop_at=2"), bound, stopped)
     for mode in modes:
         run = RunFolder(tmp_path / mode)
         assert_same_run(run, alone)
         assert run.environment()["processes"] == size
         assert [entry["step"] for entry in run.environment()["resumed"]] == [9]
+    assert RunFolder(tmp_path / "stopped").status()["why"] == "stopped before the first step"
     # Every process knows of the two steps before the stop.
     status = RunFolder(tmp_path / "bound").status()
     assert (status["status"], status["step"]) == ("diverged", 2)

@@ -101,7 +101,7 @@ def test_a_run_that_was_stopped_before_its_first_step_begins_again(
             ask_to_stop()
 
     run = RunFolder(tmp_path / "run")
-    with pytest.raises(Stopped, match="stopped after step 0"):
+    with pytest.raises(Stopped, match="stopped before the first step"):
         train(smallest(), run.path, little, AtOnce())
     assert (run.checkpoint_steps(), run.status()["status"]) == ([], "stopped")
     assert_same(train(smallest(), run.path, little, resume="auto"), undisturbed)
@@ -142,7 +142,7 @@ def test_the_command_saves_and_says_that_it_was_stopped(
     assert process.returncode == 130
     step = run.last_step()
     assert 10 <= step < STEPS
-    assert "stopping: the step is finished and saved first (once more stops at once)" in said
+    assert "stopping: the step is finished and saved first (Ctrl-C now stops at once)" in said
     assert f"stopped after step {step}; --resume auto goes on from there" in said
     assert "Traceback" not in said
     assert (run.status()["status"], run.status()["step"], run.checkpoint_steps()) == ("stopped", step, [step])

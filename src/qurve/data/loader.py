@@ -78,8 +78,17 @@ class TokenSplit:
 class TokenData:
     """A data set: `fingerprint`, `tokenizer` (its spec), `n_ids` (ids are 0 … n_ids - 1), `splits` (their names)."""
 
-    def __init__(self, folder: Path, fingerprint: str, tokenizer: str, n_ids: int, splits: list[TokenSplit]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        tokenizer: str,
+        n_ids: int,
+        splits: list[TokenSplit],
+        sha256s: dict[str, str] | None = None,
+    ) -> None:
         self.folder = folder
+        self._sha256s = sha256s or {}
         self.fingerprint = fingerprint
         self.tokenizer = tokenizer
         self.n_ids = n_ids
@@ -90,6 +99,20 @@ class TokenData:
         if name not in self._splits:
             raise BadInput(f"{self.folder} has no split {name!r}{did_you_mean(name, self._splits)}")
         return self._splits[name]
+
+    def verify(self) -> None:
+        """Read every shard; `BadInput` for one that is not what its manifest says. (Opening looks at sizes alone.)
+
+        nanoGPT's files have no manifest; their fingerprint is of what they hold, as far as it goes.
+        """
+        for name, stated in self._sha256s.items():
+            with open(self.folder / name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != stated:
+                raise BadInput(
+                    f"{self.folder / name} is not what was prepared: its sha256 is {found}, not {stated}; "
+                    "copy or prepare the data again"
+                )
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> TokenData:
@@ -125,7 +148,9 @@ class TokenData:
                         "prepare the data again"
                     )
             tokenizer = manifest["tokenizer"]["spec"]
-            return cls(folder, str(manifest["fingerprint"]), str(tokenizer), int(manifest["n_ids"]), splits)
+            shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+            sha256s = {str(shard["name"]): str(shard["sha256"]) for shard in shards}
+            return cls(folder, str(manifest["fingerprint"]), str(tokenizer), int(manifest["n_ids"]), splits, sha256s)
         except BadInput:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:

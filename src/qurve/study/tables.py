@@ -86,11 +86,16 @@ def terminal_table(results: StudyResults) -> Group:
 
 
 def csv_table(results: StudyResults) -> str:
-    """`summary_rows` as CSV, numbers in full, an empty cell where a number is not defined."""
+    """`summary_rows` as CSV, numbers in full, an empty cell where a number is not defined.
+
+    An arm without a loss has what became of it in the loss's place, and `diverged` counts its runs that did.
+    """
     out = io.StringIO()
-    writer = csv.DictWriter(out, ROW_KEYS, lineterminator="\n")
+    writer = csv.DictWriter(out, [*ROW_KEYS, "diverged"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(summary_rows(results))
+    for arm, row in zip(results.arms, summary_rows(results), strict=True):
+        loss = loss_in_words(arm) if row["val_loss"] is None else row["val_loss"]
+        writer.writerow({**row, "val_loss": loss, "diverged": arm.diverged})
     return out.getvalue()
 
 

@@ -14,7 +14,6 @@ Tensors are whole, whatever the processes that trained them: any number of proce
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -29,8 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qurve.accounting import count
-from qurve.errors import BadInput
-from qurve.files import check_manifest, sync, write_atomic, write_manifest
+from qurve.errors import BadInput, Damaged
+from qurve.files import check_manifest, remove, sync, write_atomic, write_manifest
 from qurve.model.gpt import GPT
 from qurve.runfolder import RunFolder
 from qurve.train.config import RunConfig, TrainConfig
@@ -58,7 +57,7 @@ def save_checkpoint(
         folder = run.checkpoint(step)
         part = folder.with_name(f".{folder.name}.part")
         for left_over in run.checkpoints.glob(".step-*"):
-            shutil.rmtree(left_over)
+            remove(left_over)
         part.mkdir(parents=True)
         try:
             _write_tensors(weights, part / MODEL)
@@ -69,6 +68,7 @@ def save_checkpoint(
                 sync(part / name)
             sync(part)
             sync(run.metrics_file)  # a checkpoint never outlives the lines that lead to it
+            sync(run.path)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -101,7 +101,9 @@ def _point_latest_to(folder: Path) -> None:
     link = folder.with_name(".latest.part")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
-    os.replace(link, folder.with_name("latest"))
+    if (latest := folder.with_name("latest")).is_dir() and not latest.is_symlink():
+        remove(latest)  # a copy that followed the link
+    os.replace(link, latest)
 
 
 def disk_needed(config: RunConfig) -> tuple[int, int]:
@@ -116,31 +118,64 @@ def disk_needed(config: RunConfig) -> tuple[int, int]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's `state.json`, after its files were checked. Raises `BadInput` that names what is damaged."""
+    """A checkpoint's `state.json`, after its files were checked.
+
+    Raises `Damaged`, naming the file; `BadInput` for a checkpoint of another version, or one written by hand.
+    """
     check_manifest(folder, MODEL, OPTIMIZER, STATE)
-    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    if state.get("format") != FORMAT:
-        raise BadInput(f"{folder} is of format {state.get('format')!r}; this version continues format {FORMAT}")
+    state = _read_json(folder / STATE)
+    if state is not None and state.get("format") != FORMAT:
+        raise BadInput(
+            f"{folder} is of format {state.get('format')!r}; this version continues format {FORMAT}: "
+            "go on with the version of qurve that wrote it"
+        )
+    if state is None or not _is_state(state) or state["step"] != int(folder.name[len("step-") :]):
+        raise BadInput(
+            f"{folder / STATE} is not the state of this checkpoint; remove {folder} to go on from an earlier one"
+        )
     return state
 
 
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """The object in a file; None for anything else."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def _is_state(state: dict[str, Any]) -> bool:
+    numbers = isinstance(state.get("step"), int) and isinstance(state.get("loss_above_bound"), int)
+    return numbers and isinstance(state.get("val_loss"), (float, int, type(None)))
+
+
 def newest_complete(run: RunFolder, note: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is whole, with its state; damaged ones are named, set aside, and passed over."""
-    damaged = False
+    """The newest checkpoint that is whole, with its state; None when the run has made none yet.
+
+    Damaged ones are named, set aside, and passed over. Raises `Damaged`, leaving all as it is, when none is whole: the
+    way back would be to the start, which is not for us to decide.
+    """
+    damages: dict[Path, Damaged] = {}
     for step in reversed(run.checkpoint_steps()):
         folder = run.checkpoint(step)
         try:
             state = read_state(folder)
-            if damaged:
-                _point_latest_to(folder)
-            return folder, state
-        except BadInput as damage:
-            damaged = True
-            aside = next(p for n in range(1, 1_000_000) if not (p := folder.with_name(f"damaged-{step}-{n}")).exists())
-            os.replace(folder, aside)
-            note(f"{damage}; it was moved to {aside}, and the checkpoint before it is taken")
-    if damaged:
-        (run.checkpoints / "latest").unlink(missing_ok=True)
+        except Damaged as damage:
+            damages[folder] = damage
+            continue
+        for other, what in damages.items():
+            stem = f"damaged-{int(other.name[len('step-') :])}"
+            names = (other.with_name(f"{stem}-{n}") for n in range(1, 1_000_000))
+            aside = next(path for path in names if not path.exists())
+            os.replace(other, aside)
+            note(f"{what}; it was moved to {aside}, and the checkpoint before it is taken")
+        if damages:
+            _point_latest_to(folder)
+        return folder, state
+    if damages:
+        told = "; ".join(map(str, damages.values()))
+        raise Damaged(f"{run.path} has no whole checkpoint left ({told}); to start again, give another --out")
     return None
 
 
@@ -159,15 +194,14 @@ def load_checkpoint(folder: Path, model: GPT, optimizer: torch.optim.Optimizer) 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimiser make its tensors, which it does in its first step: here one of no gradient and rate zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0
+        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for group, rate, decay in zip(optimizer.param_groups, rates, decays, strict=True):
-        group["lr"], group["weight_decay"] = rate, decay
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _check_shapes(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -198,13 +232,13 @@ def prune(run: RunFolder, settings: TrainConfig) -> None:
     measured = {line["step"]: line["loss"] for line in run.eval_lines()}
     states = {}
     for step in run.checkpoint_steps():
-        with contextlib.suppress(ValueError, OSError):
-            states[step] = json.loads((run.checkpoint(step) / STATE).read_text(encoding="utf-8"))
-            states[step]["val_loss"] = measured.get(step, states[step]["val_loss"])
+        state = _read_json(run.checkpoint(step) / STATE)
+        if state is not None and _is_state(state):
+            states[step] = state | {"val_loss": measured.get(step, state["val_loss"])}
     for step in states.keys() - kept_steps(states, settings):
         doomed = run.checkpoints / f".step-{step:08d}.doomed"  # a removal that is cut short leaves no half checkpoint
         os.replace(run.checkpoint(step), doomed)
-        shutil.rmtree(doomed)
+        remove(doomed)
 
 
 def kept_steps(states: dict[int, dict[str, Any]], settings: TrainConfig) -> set[int]:

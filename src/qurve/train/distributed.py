@@ -76,6 +76,11 @@ class World:
 ALONE = World()
 
 
+def lost_connection(error: RuntimeError) -> bool:
+    """Whether an error says that another process is gone, or silent for too long."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
 def launched() -> bool:
     """Whether torchrun started this process."""
     return set(TORCHRUN) <= os.environ.keys()

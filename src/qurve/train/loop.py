@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from qurve.config import content_hash, to_json
 from qurve.data import order
 from qurve.data.loader import TokenData
-from qurve.errors import Diverged, QurveError, Stopped
+from qurve.errors import BadInput, Diverged, QurveError, Stopped
 from qurve.files import claimed
 from qurve.model.gpt import GPT
 from qurve.model.init import stream_seed
 from qurve.runfolder import RunFolder, Status
 from qurve.train.checkpoint import load_checkpoint, prune, save_checkpoint
 from qurve.train.config import RunConfig
-from qurve.train.distributed import ALONE, World, accumulating, all_finite, gradient_norm, spread
+from qurve.train.distributed import ALONE, World, accumulating, all_finite, gradient_norm, lost_connection, spread
 from qurve.train.optim import build_optimizer
 from qurve.train.progress import Progress
 from qurve.train.resume import Resume, decide, find_checkpoint
@@ -135,14 +135,17 @@ def train(
             _train(training, step, above, stop)
             status = "finished"
             if world.main:
-                run.set_status(status, step=config.train.updates)
+                last, planned = config.train.updates, config.train.steps
+                why = f"stopped at step {last} of {planned}, as --stop-at asked" if last < planned else ""
+                run.set_status(status, step=last, why=why)
             world.wait()
-        except BaseException as error:
+        except BaseException as raised:
+            error = in_words(raised, run, world)
             status = how_it_ended(error)
             if begun and world.main:
                 _set_status(run, status, error)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise QurveError(_disk_full(run, error)) from error
+            if error is not raised:
+                raise error from raised
             raise
         finally:
             progress.finish()
@@ -159,7 +162,8 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
     settings, device, sequences = config.train, config.train.device, config.sequences
     train_split = data.split("train")
     loss_of = prepare_loss(training, batch(config, train_split, training_windows(config, data, 0)[1][0]))
-    seconds = run.train_lines()[-1]["seconds"] if step else 0.0
+    last = run.train_lines()[-1] if step and world.main else {"seconds": 0.0, "tokens": 0}
+    seconds, tokens = last["seconds"], last["tokens"]
     saved = step
     training.progress.start(settings.updates, settings.log_every, step)
 
@@ -181,7 +185,7 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
                 prune(run, settings)
             saved = step
         if stopping:
-            raise Stopped(f"stopped after step {step}; --resume auto goes on from there")
+            raise Stopped(f"stopped after step {step}, which is saved" if step else "stopped before the first step")
         if is_last:
             return
         step += 1
@@ -220,7 +224,8 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
 
         line: dict[str, Any] = {"step": step, "loss": loss.item(), "lr": rate, "grad_norm": grad_norm.item()}
         seconds += time.perf_counter() - started
-        line |= {"tokens": step * settings.tokens_per_step, "seconds": seconds}
+        tokens += settings.tokens_per_step
+        line |= {"tokens": tokens, "seconds": seconds}
         line |= {"batch_sha": order.batch_sha(starts, data.fingerprint)}
         training.record(line)
         training.progress.updated(line)
@@ -231,11 +236,11 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
 
 def evaluate(training: Training, loss_of: LossFunction, step: int, stop: StopRequest) -> None:
     """Measure the loss after `step` on every split that was not measured yet; leaves off when asked to stop."""
-    run, world = training.run, training.world
+    run, world, splits = training.run, training.world, training.config.eval.splits
     measured = {line["split"] for line in run.metrics() if "split" in line and line["step"] == step}
-    world.wait()  # all have read before the first one writes
-    for split in training.config.eval.splits:
-        if split not in measured:
+    done = world.from_main(sum(1 << place for place, split in enumerate(splits) if split in measured))
+    for place, split in enumerate(splits):
+        if not done >> place & 1:
             found = evaluate_loss(training, loss_of, split, step, stop)
             if found is None:
                 return
@@ -331,14 +336,21 @@ def how_it_ended(error: BaseException) -> Status:
     return "diverged" if isinstance(error, Diverged) else "failed"
 
 
-def _set_status(run: RunFolder, status: Status, error: BaseException) -> None:
-    try:
-        run.set_status(status, step=run.last_step(), why=str(error) or type(error).__name__)
-    except OSError as trouble:  # a full disk: what went wrong first is the error, and it is on its way
-        error.add_note(f"{run.status_file} could not be written: {trouble}")
-
-
-def _disk_full(run: RunFolder, error: OSError) -> str:
+def in_words(error: BaseException, run: RunFolder, world: World) -> BaseException:
+    """What the user is told of an error that is not our own: what happened, what is left, and how to go on."""
     steps = run.checkpoint_steps()
-    left = f"the checkpoint of step {steps[-1]} is whole" if steps else "there is no checkpoint yet"
-    return f"{run.path}: the disk is full ({error}); {left}. Make room, then go on with --resume auto"
+    left = f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return QurveError(f"{run.path}: the disk is full ({error}); {left}. Make room, then go on with --resume auto")
+    if world.size > 1 and isinstance(error, RuntimeError) and lost_connection(error):
+        reason = str(error).strip().splitlines()[0]
+        return QurveError(f"another process of this run has ended or cannot be reached; {left} ({reason})")
+    return error
+
+
+def _set_status(run: RunFolder, status: Status, error: BaseException) -> None:
+    why = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+    try:
+        run.set_status(status, step=run.last_step(), why=why)
+    except (OSError, BadInput) as trouble:  # what went wrong first is the error, and it is on its way
+        error.add_note(f"{run.status_file} could not be written: {trouble}")

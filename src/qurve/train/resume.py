@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from qurve.config import FORMAT, from_dict, hashed_differences, hashed_leaves
+from qurve.config import FORMAT, content_hash, from_dict, hashed_differences, hashed_leaves
 from qurve.data import order
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput, Diverged, did_you_mean
@@ -35,7 +35,9 @@ def decide(
         run.refuse_used()
     if not run.is_begun():
         run.refuse_foreign()
-        return _checked(resolve(wanted, data, world), run, data), {}
+        config = _checked(resolve(wanted, data, world), run, data)
+        _check_names(changed, hashed_leaves(config))
+        return config, {}
     earlier = earlier_config(run)
     if earlier.data.fingerprint != data.fingerprint:
         raise BadInput(
@@ -49,10 +51,7 @@ def decide(
         open_ends = {f"train.{name}" for name in ("threads", "micro_batch") if getattr(wanted.train, name) is None}
     config = _checked(resolve(wanted, data, world, before), run, data)
     changes = hashed_differences(earlier, config)
-    known = hashed_leaves(earlier) | hashed_leaves(config)
-    for name in changed:
-        if name not in known:
-            raise BadInput(f"--changed {name}: there is no such field{did_you_mean(name, known)}")
+    _check_names(changed, hashed_leaves(earlier) | hashed_leaves(config))
     if unnamed := changes.keys() - open_ends - set(changed):
         listed = ", ".join(f"{name} ({changes[name][0]!r} there, {changes[name][1]!r} now)" for name in sorted(unnamed))
         flags = " ".join(f"--changed {name}" for name in sorted(unnamed))
@@ -60,12 +59,21 @@ def decide(
     return config, changes
 
 
+def _check_names(changed: Sequence[str], known: Iterable[str]) -> None:
+    for name in changed:
+        if name not in known:
+            raise BadInput(f"--changed {name}: there is no such field{did_you_mean(name, known)}")
+
+
 def earlier_config(run: RunFolder) -> RunConfig:
     """The configuration that a run's folder states."""
     tree, _ = run.config_json()
     if (version := tree.pop("format", None)) != FORMAT:
         raise BadInput(f"{run.config_file} is of format {version!r}; this version reads format {FORMAT}")
-    return from_dict(RunConfig, tree)
+    try:
+        return from_dict(RunConfig, tree)
+    except BadInput as error:
+        raise BadInput(f"{run.config_file}: {error}") from None
 
 
 def find_checkpoint(
@@ -73,10 +81,9 @@ def find_checkpoint(
 ) -> tuple[int, int]:
     """The step to go on from, 0 where there is no checkpoint, and for how many steps the loss was above its bound then.
 
-    Damaged checkpoints are set aside.
-
-    Raises `Diverged` for a run that did, unless something is changed: the same numbers would come again. Raises
-    `BadInput` where the metrics do not lead to the checkpoint, or this version would go on with other batches.
+    Damaged checkpoints are set aside. Raises `Diverged` for a run that did, unless something is changed: the same
+    numbers would come again. Raises `BadInput` where no checkpoint is whole, the metrics do not lead to it, the data
+    are not what they were, or this version would go on with other batches.
     """
     status = run.status()
     bounds = [(c.train.loss_bound, c.train.loss_bound_steps) for c in (earlier_config(run), config)]
@@ -89,16 +96,17 @@ def find_checkpoint(
     folder, state = found
     step = int(state["step"])
     _, stored = run.config_json()
-    if state["config_hash"] not in (stored, *run.earlier_hashes()):
+    if state.get("config_hash") not in (stored, *(entry["earlier_hash"] for entry in run.resumed())):
         raise BadInput(f"{folder} is the checkpoint of another run; remove it")
     lines = [line for line in lines if line["step"] <= step]
-    if [line["step"] for line in lines] != list(range(1, step + 1)):
+    if len(lines) != step or any(line["step"] != k for k, line in enumerate(lines, 1)):
         raise BadInput(
             f"{run.metrics_file} does not hold the steps 1 to {step}, each once, and {folder} is the checkpoint of "
             f"step {step}: it was cut or edited; remove the checkpoint to go on from an earlier one"
         )
+    data.verify()
     expected = order.batch_sha(training_windows(config, data, step - 1)[0], data.fingerprint)
-    if not changes and lines[-1]["batch_sha"] != expected:
+    if state["config_hash"] == content_hash(config) and lines[-1]["batch_sha"] != expected:
         raise BadInput(
             f"{run.path} was trained on other batches than this version of qurve takes: that of step {step} is "
             f"{lines[-1]['batch_sha']} there and {expected} here; go on with the version that began it"

@@ -44,15 +44,7 @@ def resolve(config: RunConfig, data: TokenData, world: World = ALONE, before: Tr
     if train.min_lr > train.lr:
         raise BadInput(f"train.min_lr = {train.min_lr} is above the peak, train.lr = {train.lr}; lower it, too")
     modest = max(1, MODEST_TOKENS[kind] // config.model.context)
-    if sequences % world.size:
-        raise BadInput(
-            f"a step's {sequences} sequences ({train.tokens_per_step:,} tokens) do not divide among {world.size} "
-            f"processes; take a number of processes that divides {sequences}, or another train.tokens_per_step"
-        )
-    if world.size > 1 and train.parallel is None:
-        raise BadInput(f"{world.size} processes were started for one run; add --parallel ddp or --parallel fsdp")
-    if train.parallel is not None and not launched():
-        raise BadInput(f"--parallel {train.parallel} is for several processes: start them with torchrun")
+    check_processes(config, world)
     share = sequences // world.size
     divisors = (n for n in range(min(share, modest), 0, -1) if share % n == 0)
     micro_batch = train.micro_batch or next(divisors)
@@ -83,6 +75,20 @@ def resolve(config: RunConfig, data: TokenData, world: World = ALONE, before: Tr
             micro_batch=micro_batch,
         ),
     )
+
+
+def check_processes(config: RunConfig, world: World) -> None:
+    """Raise `BadInput` for processes that cannot share this run."""
+    train, sequences = config.train, config.sequences
+    if sequences % world.size:
+        raise BadInput(
+            f"a step's {sequences} sequences ({train.tokens_per_step:,} tokens) do not divide among {world.size} "
+            f"processes; take a number of processes that divides {sequences}, or another train.tokens_per_step"
+        )
+    if world.size > 1 and train.parallel is None:
+        raise BadInput(f"{world.size} processes were started for one run; add --parallel ddp or --parallel fsdp")
+    if train.parallel is not None and not launched():
+        raise BadInput(f"--parallel {train.parallel} is for several processes: start them with torchrun")
 
 
 def _as_before(train: TrainConfig, before: TrainConfig) -> TrainConfig:
