@@ -227,3 +227,42 @@ def test_a_damaged_run_leaves_its_arm_without_a_verdict(tmp_path: Path) -> None:
     results = load(folder)
     assert "no verdict: seed 2 damaged" in overall_verdict(results)  # it may have diverged
     assert any("seed 2 damaged (" in doubt and "status.json" in doubt for doubt in doubts(results))
+
+
+@pytest.mark.parametrize("key", ["step", "loss", "tokens", "seconds"])
+@pytest.mark.parametrize("value", ["x", None, True, [1], 10**400, float("nan"), float("inf")])
+def test_a_line_of_metrics_with_a_wrong_value_is_named_and_told_again(key: str, value: Json, folder: Path) -> None:
+    run, watched = RunFolder(folder / "runs" / "res-gelu" / "seed-1"), Watched(folder)
+    assert watched.look()[1].step == 400
+    number = len(run.metrics_file.read_text().splitlines()) + 2
+    line = {"step": 401, "loss": 2.0, "tokens": 1, "seconds": 1.0}
+    with open(run.metrics_file, "a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in (line, line | {key: value}))
+    for _ in range(2):
+        state = watched.look()[1]
+        assert (state.status, f"metrics.jsonl, line {number}: not a line" in state.why) == ("damaged", True)
+
+
+def test_reasons_are_shown_without_what_would_break_a_terminal_or_a_file(folder: Path) -> None:
+    run = RunFolder(folder / "runs" / "res-gelu" / "seed-1")
+    run.set_status("failed", step=1, why="\x1b[2J\ud800gone\nfor good")
+    assert Watched(folder).look()[1].why == load(folder).arms[1].runs[1].why == "[2Jgone for good"
+
+
+@pytest.mark.parametrize("value", ["\ud800", json.loads("[" * 60 + "]" * 60)])
+def test_an_environment_that_cannot_be_written_again_is_damage(value: Json, folder: Path) -> None:
+    RunFolder(folder / "runs" / "res-gelu" / "seed-1").add_to_environment({"cpu": value})
+    assert load(folder).arms[1].runs[1].status == "damaged"
+
+
+@pytest.mark.parametrize("name", ["lr", "min_lr", "weight_decay", "steps"])
+@pytest.mark.parametrize("value", ["x", True, [1], float("inf")])
+def test_a_reported_setting_is_a_number(name: str, value: Json, folder: Path) -> None:
+    file = folder / "study.json"
+    tree = json.loads(file.read_text())
+    tree["arms"][1]["config"]["train"][name] = value
+    file.write_text(json.dumps(tree))
+    with pytest.raises(
+        BadInput, match=rf"study\.json is damaged: a field has the wrong type \(train\.{name} of res-gelu"
+    ):
+        load(folder)
