@@ -255,6 +255,12 @@ def test_an_environment_that_cannot_be_written_again_is_damage(value: Json, fold
     assert load(folder).arms[1].runs[1].status == "damaged"
 
 
+def test_a_batchs_digest_that_is_none_is_damage(folder: Path) -> None:
+    run = RunFolder(folder / "runs" / "res-gelu" / "seed-1")
+    run.append({**run.train_lines()[-1], "step": 401, "batch_sha": "\ud800"})
+    assert load(folder).arms[1].runs[1].status == "damaged"
+
+
 @pytest.mark.parametrize("name", ["lr", "min_lr", "weight_decay", "steps"])
 @pytest.mark.parametrize("value", ["x", True, [1], float("inf")])
 def test_a_reported_setting_is_a_number(name: str, value: Json, folder: Path) -> None:

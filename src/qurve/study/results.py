@@ -270,7 +270,9 @@ def _found(run: RunFolder, arm: str, seed: int) -> Run:
         why=why,
         train=_losses(train),
         val=_losses(val),
-        batch_digests={step: str(line["batch_sha"]) for step, line in sorted(train.items()) if line.get("batch_sha")},
+        batch_digests={
+            step: _digest(line["batch_sha"]) for step, line in sorted(train.items()) if line.get("batch_sha")
+        },
         tokens_per_s=newest["tokens"] / seconds if seconds > 0 else None,
         step=max(train, default=int(state.get("step") or 0)),
         environment=environment,
@@ -306,6 +308,12 @@ def _search(tree: dict[str, Any]) -> Search:
             for item in tree["scores"]
         ),
     )
+
+
+def _digest(text: Any) -> str:
+    if not isinstance(text, str) or not text.isascii():
+        raise ValueError(f"{text!r} is no digest")
+    return text
 
 
 def _number(value: Any, what: str, kind: Any) -> Any:
