@@ -34,7 +34,7 @@ def main(lock):
     for name in locks:
         if os.path.exists(stamp_of(name)):
             os.remove(stamp_of(name))
-    print("Installing %s into .venv: a download of half a gigabyte or more, or of 3 where torch comes with CUDA." % lock)
+    print("Installing %s into .venv: a download of over 0.5 GB, or of 3 GB where torch comes with CUDA." % lock)
     sys.stdout.flush()
     pip("-r", lock)
     pip("--no-build-isolation", "--no-deps", "--editable", ".")
