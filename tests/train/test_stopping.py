@@ -143,7 +143,7 @@ def test_the_command_saves_and_says_that_it_was_stopped(
     step = run.last_step()
     assert 10 <= step < STEPS
     assert "stopping: the step is finished and saved first (Ctrl-C now stops at once)" in said
-    assert f"stopped after step {step}; --resume auto goes on from there" in said
+    assert f"stopped after step {step}, which is saved; --resume auto goes on from there" in said
     assert "Traceback" not in said
     assert (run.status()["status"], run.status()["step"], run.checkpoint_steps()) == ("stopped", step, [step])
     undisturbed = train(smoke(), tmp_path / "undisturbed", data)
