@@ -33,7 +33,7 @@ from qurve.model.config import ModelConfig
 from qurve.projections import Bottleneck, Identity, Linear, ProjectionConfig, Residual
 from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 
-RICH = RunConfig(ModelConfig(query=Bottleneck(), key=Residual()))
+RICH = RunConfig(ModelConfig(query=Bottleneck("linear"), key=Bottleneck("none")))
 """A configuration with leaves of every type."""
 LEAVES = list(leaves(RICH))
 every_leaf = pytest.mark.parametrize("leaf", LEAVES, ids=[leaf.path for leaf in LEAVES])
@@ -95,7 +95,7 @@ def test_every_leaf_survives_a_file(leaf: Leaf) -> None:
 def test_file_carries_its_format_and_kinds() -> None:
     tree = json.loads(to_json(RICH))
     assert tree["format"] == 1
-    assert tree["model"]["query"] == {"kind": "bottleneck", **dataclasses.asdict(Bottleneck())}
+    assert tree["model"]["query"] == {"kind": "bottleneck", **dataclasses.asdict(Bottleneck("linear"))}
     assert tree["eval"]["splits"] == ["val"]
 
 

@@ -62,7 +62,21 @@ def at(config: Any, path: str) -> Any:
 
 
 def test_names() -> None:
-    assert set(presets.names()) == {*(f"paper/{arm}" for arm in ARMS), *(f"small/{arm}" for arm in SMALL), "smoke"}
+    modern = (f"modern/{family}{query}" for family in ("llama", "qwen3", "mixtral") for query in ("", "-res-gelu"))
+    named = {*(f"paper/{arm}" for arm in ARMS), *(f"small/{arm}" for arm in SMALL), *modern, "smoke"}
+    assert set(presets.names()) == named
+
+
+def test_modern_blocks_are_those_of_their_families() -> None:
+    llama, qwen3, mixtral = (presets.get(f"modern/{name}").model for name in ("llama", "qwen3", "mixtral"))
+    for model in (llama, qwen3, mixtral):
+        assert (model.norm, model.positions.kind, model.kv_heads, model.bias) == ("rmsnorm", "rope", 2, False)
+    assert (llama.mlp.kind, qwen3.mlp.kind, mixtral.mlp.kind) == ("gated", "gated", "moe")
+    assert (llama.qk_norm, qwen3.qk_norm, mixtral.qk_norm) == (False, True, False)
+    assert qwen3.n_heads * qwen3.head_width != qwen3.d_model
+    for name in ("llama", "qwen3", "mixtral"):
+        linear, nonlinear = (presets.get(f"modern/{name}{query}") for query in ("", "-res-gelu"))
+        assert [key for key in differences(linear, nonlinear) if not key.startswith("model.query.")] == []
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qurve.model.config import ModelConfig
+from qurve.model.positions import Learned
 from qurve.projections import Dims, Linear
 
 
@@ -25,18 +26,17 @@ class Count:
 def count(config: ModelConfig) -> Count:
     """Exact parameters and FLOPs of `GPT(config)`, without building it."""
     d_model, bias = config.d_model, config.bias
-    matrices = [
-        *((projection, config.qkv_dims) for projection in (config.query, config.key, config.value)),
-        (Linear(), Dims(d_model, d_model, bias)),
-        (Linear(), Dims(d_model, config.d_ff, bias)),
-        (Linear(), Dims(config.d_ff, d_model, bias)),
-    ]
-    norm = d_model * (2 if bias else 1)
-    block = sum(projection.num_params(dims) for projection, dims in matrices) + 2 * norm
+    q_width = config.n_heads * config.head_width
+    projections = [*zip(config.qkv, config.qkv_dims, strict=True), (Linear(), Dims(q_width, d_model, bias))]
+    norm = d_model * (2 if bias and config.norm == "layernorm" else 1)
+    block = sum(projection.num_params(dims) for projection, dims in projections) + 2 * norm
+    block += config.mlp.num_params(d_model, config.d_ff, bias) + (2 * config.head_width if config.qk_norm else 0)
     non_embedding = config.n_layers * block + norm
     head = config.vocab_size * d_model
-    embeddings = head + config.context * d_model + (0 if config.tie_embeddings else head)
-    attention = 4 * d_model * config.context  # q k^T and its product with v, two FLOPs a multiply-add
-    block_flops = sum(projection.flops_per_token(dims) for projection, dims in matrices) + attention
+    positions = config.context * d_model if isinstance(config.positions, Learned) else 0
+    embeddings = head + positions + (0 if config.tie_embeddings else head)
+    attention = 4 * q_width * config.context  # q k^T and its product with v, two FLOPs a multiply-add
+    block_flops = sum(projection.flops_per_token(dims) for projection, dims in projections) + attention
+    block_flops += config.mlp.flops_per_token(d_model, config.d_ff)
     forward = config.n_layers * block_flops + 2 * head
     return Count(non_embedding, non_embedding + embeddings, forward, 3 * forward)

@@ -16,6 +16,8 @@ from typing import Any
 
 from qurve.errors import BadInput, did_you_mean
 from qurve.model.config import ModelConfig
+from qurve.model.feed_forward import Gated, MixtureOfExperts
+from qurve.model.positions import Rope
 from qurve.projections import Bottleneck, Identity, Linear, ProjectionConfig, Residual
 from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 
@@ -111,6 +113,12 @@ _PRESETS: dict[str, Callable[[], RunConfig]] = {
     "small/baseline": lambda: _small("baseline"),
     "small/mlp-4.75": lambda: _small("mlp-4.75"),
     "small/res-gelu": lambda: _small("res-gelu"),
+    "modern/llama": lambda: _modern("llama", LINEAR),
+    "modern/llama-res-gelu": lambda: _modern("llama", Bottleneck()),
+    "modern/qwen3": lambda: _modern("qwen3", LINEAR),
+    "modern/qwen3-res-gelu": lambda: _modern("qwen3", Bottleneck(anchor="linear")),  # 4 heads of 64 are not 128 wide
+    "modern/mixtral": lambda: _modern("mixtral", LINEAR),
+    "modern/mixtral-res-gelu": lambda: _modern("mixtral", Bottleneck()),
     "smoke": lambda: _smoke(),
 }
 
@@ -143,6 +151,25 @@ def small_search() -> dict[str, Any]:
     text = resources.files("qurve").joinpath("small-search.json").read_text(encoding="utf-8")
     search: dict[str, Any] = json.loads(text)
     return search
+
+
+_LLAMA = {"n_kv_heads": 2, "norm": "rmsnorm", "mlp": Gated(), "d_ff": 352, "positions": Rope(theta=5e5)}
+_MIXTRAL = {"mlp": MixtureOfExperts(experts=8, active=2), "d_ff": 176, "positions": Rope(theta=1e6)}
+MODERN_MODELS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "qwen3": _LLAMA | {"d_head": 64, "qk_norm": True, "positions": Rope(theta=1e6)},
+    "mixtral": _LLAMA | _MIXTRAL,
+}
+"""The blocks of Llama 3, Qwen3 and Mixtral at the small size: what differs from the small baseline."""
+
+
+def _modern(family: str, query: ProjectionConfig) -> RunConfig:
+    """A modern block on the embedded corpus. Rate and floor are the small baseline's: no search was made for these."""
+    chosen = small_search()["chosen"]["baseline"]
+    baseline = small("baseline", chosen["train.lr"], chosen["train.min_lr"])
+    return dataclasses.replace(
+        baseline, model=dataclasses.replace(baseline.model, query=query, **MODERN_MODELS[family])
+    )
 
 
 def _smoke() -> RunConfig:

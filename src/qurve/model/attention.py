@@ -1,6 +1,7 @@
 """Causal self-attention over projections of any kind.
 
-Legend: B batch, T new tokens, S all tokens (cached and new), D model width, H heads, E head width.
+Legend: B batch, T new tokens, S all tokens (cached and new), D model width, H query heads, G key/value heads, E head
+width.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 
 from qurve.model.cache import KVCache
 from qurve.model.config import ModelConfig
+from qurve.model.positions import Rope, rotate
 from qurve.projections import Linear
 from qurve.projections.functional import wide
 from qurve.projections.module import project
+
+Rotation = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
@@ -23,27 +27,34 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        dims = config.qkv_dims
-        self.n_heads, self.scale, self.layer = config.n_heads, config.scale, layer
-        self.query = config.query.build(*dims[:2], bias=dims.bias)
-        self.key = config.key.build(*dims[:2], bias=dims.bias)
-        self.value = config.value.build(*dims[:2], bias=dims.bias)
-        self.output = Linear().build(config.d_model, config.d_model, bias=config.bias)
-        self.dropout = config.dropout
-
-    def forward(self, x_BTD: Tensor, cache: KVCache | None = None) -> Tensor:
-        batch, length, width = x_BTD.shape
-        q_BTD, k_BTD, v_BTD = project([self.query, self.key, self.value], x_BTD)
-        q_BHTE, k_BHSE, v_BHSE = (
-            t.view(batch, length, self.n_heads, -1).transpose(1, 2) for t in (q_BTD, k_BTD, v_BTD)
+        self.config, self.layer = config, layer
+        query, key, value = (
+            projection.build(dims.d_in, dims.d_out, bias=dims.bias)
+            for projection, dims in zip(config.qkv, config.qkv_dims, strict=True)
         )
-        mask_TS = None
+        self.query, self.key, self.value = query, key, value
+        self.output = Linear().build(config.n_heads * config.head_width, config.d_model, bias=config.bias)
+        norms = [nn.RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"]
+        self.query_norm, self.key_norm = norms
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None = None, cache: KVCache | None = None) -> Tensor:
+        config, (batch, length, _) = self.config, x_BTD.shape
+        q_BHTE, k_BGSE, v_BGSE = (
+            t.view(batch, length, -1, config.head_width).transpose(1, 2)
+            for t in project([self.query, self.key, self.value], x_BTD)
+        )
+        q_BHTE, k_BGSE = self.query_norm(q_BHTE), self.key_norm(k_BGSE)
+        if rotation is not None and isinstance(config.positions, Rope):
+            q_BHTE, k_BGSE = (rotate(config.positions, t, rotation) for t in (q_BHTE, k_BGSE))
         if cache is not None:
-            k_BHSE, v_BHSE = cache.extend(self.layer, k_BHSE, v_BHSE)
-            mask_TS = causal_mask(length, k_BHSE.shape[2], x_BTD.device)
-        y_BHTE = attend(q_BHTE, k_BHSE, v_BHSE, mask_TS, self.scale, self.dropout if self.training else 0.0)
-        y_BTD = self.output(y_BHTE.transpose(1, 2).reshape(batch, length, width))
-        return F.dropout(y_BTD, self.dropout, self.training)
+            k_BGSE, v_BGSE = cache.extend(self.layer, k_BGSE, v_BGSE)
+        mask_TS = None
+        if cache is not None or config.window is not None:
+            mask_TS = causal_mask(length, k_BGSE.shape[2], x_BTD.device, config.window)
+        dropout = config.dropout if self.training else 0.0
+        y_BHTE = attend(q_BHTE, k_BGSE, v_BGSE, mask_TS, config.scale, dropout)
+        y_BTD = self.output(y_BHTE.transpose(1, 2).flatten(2))
+        return F.dropout(y_BTD, config.dropout, self.training)
 
 
 SHORT = 128
@@ -51,18 +62,24 @@ SHORT = 128
 
 
 def attend(
-    q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, mask_TS: Tensor | None, scale: float, dropout: float
+    q_BHTE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, mask_TS: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
-    """`softmax(scale * q k^T + causal) v`, `[B, H, T, E]`; without a mask, T = S and each token looks back."""
+    """`softmax(scale * q k^T + mask) v`, `[B, H, T, E]`; without a mask, T = S and each token looks back."""
     attention = partial(
-        F.scaled_dot_product_attention, attn_mask=mask_TS, is_causal=mask_TS is None, scale=scale, dropout_p=dropout
+        F.scaled_dot_product_attention,
+        attn_mask=mask_TS,
+        is_causal=mask_TS is None,
+        scale=scale,
+        dropout_p=dropout,
+        enable_gqa=q_BHTE.shape[1] != k_BGSE.shape[1],
     )
-    if q_BHTE.device.type == "cpu" and k_BHSE.shape[2] <= SHORT:
+    if q_BHTE.device.type == "cpu" and k_BGSE.shape[2] <= SHORT:
         with torch.autocast("cpu", enabled=False):
-            return attention(wide(q_BHTE), wide(k_BHSE), wide(v_BHSE))
-    return attention(q_BHTE, k_BHSE, v_BHSE)  # autocast gives all three one dtype
+            return attention(wide(q_BHTE), wide(k_BGSE), wide(v_BGSE))
+    return attention(q_BHTE, k_BGSE, v_BGSE)  # autocast gives all three one dtype
 
 
-def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
-    """`[new, total]`, true where one of the last `new` tokens may look."""
-    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+def causal_mask(new: int, total: int, device: torch.device, window: int | None = None) -> Tensor:
+    """`[new, total]`, true where one of the last `new` tokens may look: back, and no further than its window."""
+    mask = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+    return mask if window is None else mask.triu(total - new - window + 1)

@@ -14,25 +14,21 @@ from torch import Tensor, nn
 from qurve.config import FORMAT, from_dict
 from qurve.errors import BadInput
 from qurve.files import check_manifest
-from qurve.model.attention import Attention
+from qurve.model.attention import Attention, Rotation
 from qurve.model.cache import KVCache
 from qurve.model.config import ModelConfig
+from qurve.model.feed_forward import MixtureOfExperts
+from qurve.model.feed_forward_modules import ExpertFeedForward
 from qurve.model.init import initialize
-from qurve.projections import Linear
+from qurve.model.positions import Learned, Rope, rotations
 from qurve.runfolder import RunFolder
 
 
-class FeedForward(nn.Module):
-    """`GELU(x W_up) W_down`."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.up = Linear().build(config.d_model, config.d_ff, bias=config.bias)
-        self.down = Linear().build(config.d_ff, config.d_model, bias=config.bias)
-        self.dropout = config.dropout
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return F.dropout(self.down(F.gelu(self.up(x_BTD))), self.dropout, self.training)
+def build_norm(config: ModelConfig) -> nn.Module:
+    """The block's norm, over the model's width."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, config.norm_eps)
+    return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
 
 
 class Block(nn.Module):
@@ -40,13 +36,13 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
+        self.attention_norm = build_norm(config)
         self.attention = Attention(config, layer)
-        self.mlp_norm = nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
-        self.mlp = FeedForward(config)
+        self.mlp_norm = build_norm(config)
+        self.mlp = config.mlp.build(config)
 
-    def forward(self, x_BTD: Tensor, cache: KVCache | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cache)
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None = None, cache: KVCache | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, cache)
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return x_BTD
 
@@ -62,9 +58,10 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = nn.Embedding(config.context, config.d_model)
+        learned = isinstance(config.positions, Learned)
+        self.position_embedding = nn.Embedding(config.context, config.d_model) if learned else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.final_norm = nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
+        self.final_norm = build_norm(config)
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialize(self, config.n_layers, seed)
 
@@ -97,6 +94,8 @@ class GPT(nn.Module):
     def forward(self, ids_BT: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits `[B, T, V]`. With a cache, `ids_BT` continues the tokens in it, and the cache grows by T."""
         logits_BTV: Tensor = F.linear(self.hidden(ids_BT, cache), self.head_weight)
+        if (cap := self.config.logit_softcap) is not None:
+            logits_BTV = cap * torch.tanh(logits_BTV.float() / cap)
         return logits_BTV
 
     def hidden(self, ids_BT: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -105,19 +104,30 @@ class GPT(nn.Module):
         if start + length > self.config.context:
             raise ValueError(f"{start + length} tokens do not fit the model's context of {self.config.context}")
         positions_T = torch.arange(start, start + length, device=ids_BT.device)
-        x_BTD = self.token_embedding(ids_BT) + self.position_embedding(positions_T)
+        x_BTD, rotation = self.token_embedding(ids_BT), None
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding(positions_T)
+        elif isinstance(self.config.positions, Rope):
+            rotation = rotations(self.config.positions, positions_T[None], self.config.head_width)
         x_BTD = F.dropout(x_BTD, self.config.dropout, self.training)
         for block in self.blocks:
-            x_BTD = block(x_BTD, cache)
+            x_BTD = block(x_BTD, rotation, cache)
         if cache is not None:
             cache.advance(length)
         y_BTD: Tensor = self.final_norm(x_BTD)
         return y_BTD
 
     def loss(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy over the targets, in nats per token; softmax in float32."""
+        """Mean cross-entropy over the targets, in nats per token; softmax in float32.
+
+        In training a mixture of experts adds its load-balancing loss, weighted, mean over the blocks.
+        """
         logits_BTV = self.forward(ids_BT)
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+        loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+        if self.training and isinstance(self.config.mlp, MixtureOfExperts):
+            balances = [module.balance_loss for module in self.modules() if isinstance(module, ExpertFeedForward)]
+            loss = loss + self.config.mlp.balance * torch.stack(balances).mean()
+        return loss
 
     @property
     def head_weight(self) -> Tensor:

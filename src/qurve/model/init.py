@@ -43,4 +43,4 @@ def initialize(model: nn.Module, n_layers: int, seed: int) -> None:
 def _gains(module: nn.Module) -> list[str]:
     if isinstance(module, Projection):
         return [name for name, spec in module.config.parameters(module.dims).items() if spec.init == "ones"]
-    return ["weight"] if isinstance(module, nn.LayerNorm) else []
+    return ["weight"] if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else []
