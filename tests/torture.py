@@ -3,10 +3,11 @@
     python tests/torture.py --kills 300 --seed 1 --out DIR [--cli-kills 3] [--json FILE]
 
 One run after another is trained in `DIR`, each by as many processes as it takes: every process goes on with
-`resume="auto"` and is killed. Half of them die before their n-th file operation, a quarter at a random time, a quarter
-while a checkpoint is being written or removed. After each death the folder is checked, and a run that has come to its
-end must equal the undisturbed one: its metrics to the last bit, its weights and its optimiser. A few kills are of the
-whole command, `python -m qurve train smoke`. Exits with 1 when anything differs; the folder stays.
+`resume="auto"` and is killed: before its n-th file operation (two in five), before the n-th among its checkpoints (one
+in five), at a random time, or a moment after it was seen to write or remove a checkpoint. After each death the folder
+is checked, and a run that has come to its end must equal the undisturbed one: its metrics to the last bit, its weights
+and its optimiser. A few kills are of the whole command, `python -m qurve train smoke`. Exits with 1 when anything
+differs; the folder stays.
 """
 
 from __future__ import annotations
@@ -56,14 +57,17 @@ class Tally:
 # ----------------------------------------------------------------------------------------------------- a child's death
 
 
-def die_at(n: int, out: Path, report: int) -> None:
-    """Have this process killed just before its n-th file operation in `out`, which it writes to `report` first."""
+def die_at(n: int, out: Path, report: int, among: Path | None = None) -> None:
+    """Have this process killed just before its n-th file operation in `out`, or `among` what lies there.
+
+    It writes each to `report` first.
+    """
     left = n
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal left
         if event in OPERATIONS or (event == "open" and str(arguments[0]).startswith(str(out))):
-            left -= 1
+            left -= among is None or str(arguments[0]).startswith(str(among))
             os.write(report, f"{event} {arguments[0]}\n".encode(errors="replace"))
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +75,7 @@ def die_at(n: int, out: Path, report: int) -> None:
     sys.addaudithook(count)
 
 
-def start(out: Path, data: TokenData, operation: int = 0) -> tuple[int, int]:
+def start(out: Path, data: TokenData, operation: int = 0, among: Path | None = None) -> tuple[int, int]:
     """Go on with the run in `out` in a process of its own: its id, and where its file operations can be read."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -81,7 +85,7 @@ def start(out: Path, data: TokenData, operation: int = 0) -> tuple[int, int]:
     code = 1
     try:
         if operation:
-            die_at(operation, out, writing)
+            die_at(operation, out, writing, among)
         train(CONFIG, out, data, resume="auto")
         code = 0
     except BaseException:
@@ -107,8 +111,9 @@ def half_there(out: Path) -> set[tuple[str, int]]:
 
 def kill(how: str, out: Path, data: TokenData, rng: random.Random, operations: int, seconds: float) -> tuple[bool, str]:
     """Go on with the run and kill the process: whether that came before its end, and where it was."""
-    if how == "operation":
-        pid, reading = start(out, data, rng.randint(1, max(1, operations // SHARE)))
+    if how in ("operation", "save"):
+        among = out / "checkpoints" if how == "save" else None
+        pid, reading = start(out, data, rng.randint(1, max(1, operations // SHARE)), among)
         done = operations_of(reading)  # until the process is gone
         where = done[-1] if done else ""
     else:
@@ -118,7 +123,7 @@ def kill(how: str, out: Path, data: TokenData, rng: random.Random, operations: i
         began, wait = time.monotonic(), rng.uniform(0, seconds / SHARE)
         while time.monotonic() - began < wait:
             time.sleep(0.0005)
-        if how == "save":
+        if how == "aimed":
             deadline = time.monotonic() + 3 * seconds
             while half_there(out) <= before and time.monotonic() < deadline and not exited(pid):
                 time.sleep(0.0001)
@@ -164,7 +169,7 @@ def torture(kills: int, rng: random.Random, out: Path, tally: Tally) -> None:
                     died = bool(os.waitpid(pid, 0)[1])
                     assert not died, "the process failed; its traceback is above"
                 else:
-                    how = rng.choice(["operation", "operation", "time", "save"])
+                    how = rng.choice(["operation", "operation", "save", "time", "aimed"])
                     before = half_there(run.path)
                     died, where = kill(how, run.path, data, rng, operations, seconds)
                     if died:
