@@ -534,3 +534,10 @@ def test_threads_are_those_of_the_last_processes_not_of_the_first(
     )
     run.go_on(2, to_json(config), content_hash(config), runtime.describe(config, two), changes)
     assert resume.decide(open_ended, run, little, "auto", [], two)[0].train.threads == 3
+
+
+def test_a_run_in_bf16_goes_on_alike(little: TokenData, tmp_path: Path) -> None:
+    config = smallest("train.precision=bf16", "train.activation_checkpointing=true")
+    undisturbed = train(config, tmp_path / "whole", little)
+    run = stop_after(5, tmp_path / "run", little, config)
+    assert_same(train(config, run.path, little, resume="auto"), undisturbed)
