@@ -36,11 +36,13 @@ def another(hint: Any, value: Any) -> Any:
         return next(a for a in typing.get_args(member) if a != value)
     if typing.get_origin(member) is tuple:
         item = typing.get_args(member)[0]
+        if dataclasses.is_dataclass(item):
+            return (*value, item((0,), window=3))  # type: ignore[operator]
         return (*value, "test" if item is str else another(item, None))
     if member is bool:
         return not value
     if member is int:
-        return 1 if value is None else 2 * value
+        return 1 if value is None else 2 * value or 1
     if member is float:
         return 0.25 if value is None else value / 2 or 0.125
     assert member is str, hint

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from qurve.model.config import ModelConfig
 from qurve.model.positions import Learned
-from qurve.projections import Dims, Linear
+from qurve.model.residual import SUBLAYERS
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,30 @@ class Count:
 
 def count(config: ModelConfig) -> Count:
     """Exact parameters and FLOPs of `GPT(config)`, without building it."""
-    d_model, bias = config.d_model, config.bias
-    q_width = config.n_heads * config.head_width
-    projections = [*zip(config.qkv, config.qkv_dims, strict=True), (Linear(), Dims(q_width, d_model, bias))]
-    norm = d_model * (2 if bias and config.norm == "layernorm" else 1)
-    block = sum(projection.num_params(dims) for projection, dims in projections) + 2 * norm
-    block += config.mlp.num_params(d_model, config.d_ff, bias) + (2 * config.head_width if config.qk_norm else 0)
-    non_embedding = config.n_layers * block + norm
-    head = config.vocab_size * d_model
-    positions = config.context * d_model if isinstance(config.positions, Learned) else 0
+    norm = 0
+    if config.residual.norm_place != "none":
+        norm = config.d_model * (2 if config.bias and config.norm == "layernorm" else 1)
+    blocks = [(_block(config, layer, norm), times) for layer, times in config.distinct_layers()]
+    parameters = sum((1 if config.share_blocks else times) * block[0] for block, times in blocks)
+    forward = sum(times * block[1] for block, times in blocks)
+    non_embedding = parameters + (norm if config.residual.norm_place == "pre" else 0)
+    head = config.vocab_size * config.d_model
+    positions = config.context * config.d_model if isinstance(config.positions, Learned) else 0
     embeddings = head + positions + (0 if config.tie_embeddings else head)
-    attention = 4 * q_width * config.context  # q k^T and its product with v, two FLOPs a multiply-add
-    block_flops = sum(projection.flops_per_token(dims) for projection, dims in projections) + attention
-    block_flops += config.mlp.flops_per_token(d_model, config.d_ff)
-    forward = config.n_layers * block_flops + 2 * head
+    forward += 2 * head
     return Count(non_embedding, non_embedding + embeddings, forward, 3 * forward)
+
+
+def _block(config: ModelConfig, layer: int, norm: int) -> tuple[int, int]:
+    """Parameters of block `layer`, and its forward FLOPs per token over a full context."""
+    here, projections = config.at(layer), config.projections(layer).values()
+    subspaces = config.subspaces.total * config.d_ff if layer < config.n_layers - 1 else 0
+    parameters = sum(kind.num_params(dims) for kind, dims in projections) + subspaces + 2 * norm
+    parameters += here.mixer.num_params(here) + here.mlp.num_params(config.d_model, config.d_ff, config.bias)
+    parameters += 2 * config.head_width if config.qk_norm else 0
+    flops = sum(kind.flops_per_token(dims) for kind, dims in projections) + 2 * subspaces
+    flops += here.mixer.mixing_flops(here, config.context) + here.mlp.flops_per_token(config.d_model, config.d_ff)
+    for sublayer in SUBLAYERS:
+        parameters += config.residual.num_params(config, sublayer)
+        flops += config.residual.flops_per_token(config, sublayer)
+    return parameters, flops

@@ -229,7 +229,7 @@ def _parse(hint: Any, value: Any, path: str) -> Any:
     """Check `value` against a type hint and return it in that type. Whole floats are ints, ints are floats; no more."""
     origin = typing.get_origin(hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return from_dict(hint, value, path)
+        return value if isinstance(value, hint) else from_dict(hint, value, path)
     if origin is typing.Literal:
         if value in typing.get_args(hint) and not isinstance(value, bool):
             return value

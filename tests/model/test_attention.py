@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from qurve.model import attention
-from qurve.model.attention import SHORT, attend, causal_mask
+from qurve.model.attention import SHORT, attend
 from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
+from qurve.model.view import View
 from qurve.projections import Bottleneck, Identity, Linear, Residual
 
 TINY = ModelConfig(n_layers=2, d_model=12, n_heads=3, d_ff=20, context=11, vocab_size=17)
@@ -21,6 +22,11 @@ TINY = ModelConfig(n_layers=2, d_model=12, n_heads=3, d_ff=20, context=11, vocab
 
 def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(2, 3, length, 8).to(dtype) for _ in range(3)]
+
+
+def causal(new: int, total: int) -> tuple[Any, bool]:
+    """The mask of the last `new` of `total` tokens."""
+    return View("causal", total - new, new, torch.device("cpu")).mask()
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -36,21 +42,22 @@ def test_attends_to_the_past(new: int, scale: float) -> None:
     q, k, v = inputs(7, torch.float64)
     q = q[:, :, -new:]
     expected = softmax_attention(q, k, v, scale)
-    assert_close(attend(q, k, v, causal_mask(new, 7, q.device), scale, 0.0), expected)
+    assert_close(attend(q, k, v, mask=causal(new, 7), scale=scale), expected)
     if new == 7:
-        assert_close(attend(q, k, v, None, scale, 0.0), expected)
+        assert_close(attend(q, k, v, mask=(None, True), scale=scale), expected)
 
 
 def test_mask_lets_each_new_token_see_itself_and_all_before() -> None:
-    assert causal_mask(2, 4, torch.device("cpu")).tolist() == [[True, True, True, False], [True, True, True, True]]
-    assert causal_mask(1, 1, torch.device("cpu")).tolist() == [[True]]
+    assert causal(2, 4)[0].tolist() == [[[[True, True, True, False], [True, True, True, True]]]]
+    assert causal(1, 4) == (None, False)
+    assert causal(4, 4) == (None, True)
 
 
 @pytest.mark.parametrize("length", [SHORT, SHORT + 1], ids=["short", "long"])
 def test_half_precision_is_close_and_short_sequences_are_closer(length: int) -> None:
     q, k, v = inputs(length, torch.bfloat16)
     exact = softmax_attention(q.double(), k.double(), v.double(), 0.35)
-    found = attend(q, k, v, None, 0.35, 0.0)
+    found = attend(q, k, v, mask=(None, True), scale=0.35)
     error = ((found.double() - exact).norm() / exact.norm()).item()
     assert error < (1e-6 if length == SHORT else 0.02)
     assert found.dtype == (torch.float32 if length == SHORT else torch.bfloat16)

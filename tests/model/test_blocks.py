@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from qurve.accounting import count
 from qurve.errors import BadInput
-from qurve.model.cache import KVCache
+from qurve.model.cache import Cache
 from qurve.model.config import ModelConfig
 from qurve.model.feed_forward import Dense, FeedForwardConfig, Gated, MixtureOfExperts
 from qurve.model.gpt import GPT
@@ -69,7 +69,7 @@ def test_nothing_later_is_seen(config: ModelConfig) -> None:
 @each
 def test_one_token_at_a_time_is_the_whole_forward(config: ModelConfig) -> None:
     model, ids_BT = GPT(config, seed=1).eval(), tokens()
-    cache = KVCache(config, 2)
+    cache = Cache(config, 2)
     with torch.no_grad():
         parts = [model(part, cache) for part in (ids_BT[:, :3], *ids_BT[:, 3:].split(1, dim=1))]
         assert_close(torch.cat(parts, dim=1), model(ids_BT), atol=1e-5, rtol=0)
@@ -123,14 +123,15 @@ def test_experts_share_the_tokens_and_say_how() -> None:
     )
     layer = GPT(config, seed=1).blocks[0].mlp
     x_BTD = torch.randn(2, LENGTH, 12)
-    y_BTD = layer(x_BTD)
+    y_BTD, hidden = layer(x_BTD)
+    assert hidden is None
     assert layer.usage_N.sum().item() == pytest.approx(1.0)
     assert layer.balance_loss.item() == pytest.approx(1.0, abs=0.1)  # nothing is preferred at the start
     probability_MN = layer.router(x_BTD.flatten(0, 1)).softmax(-1)
     weight_MK, chosen_MK = probability_MN.topk(2)
     for m in (0, 5, 25):
         token_D = x_BTD.flatten(0, 1)[m]
-        parts = [w * layer.experts[n](token_D[None])[0] for w, n in zip(weight_MK[m], chosen_MK[m], strict=True)]
+        parts = [w * layer.experts[n](token_D[None])[0][0] for w, n in zip(weight_MK[m], chosen_MK[m], strict=True)]
         assert_close(y_BTD.flatten(0, 1)[m], sum(parts) / weight_MK[m].sum())
 
 

@@ -18,7 +18,7 @@ import qurve
 from qurve.config import content_hash, to_json
 from qurve.errors import BadInput
 from qurve.files import write_manifest
-from qurve.model.cache import KVCache
+from qurve.model.cache import Cache
 from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck, Identity, ProjectionConfig, Residual
@@ -191,7 +191,7 @@ def test_gradients_stop_at_the_present(projection: ProjectionConfig) -> None:
 def test_cached_decoding_is_the_full_forward(projection: ProjectionConfig, chunks: tuple[int, ...]) -> None:
     for places in ({"query"}, {"key"}, {"query", "key", "value"}):
         model, ids_BT = tiny(**dict.fromkeys(places, projection)).float(), tokens()
-        cache = KVCache(model.config, batch=2)
+        cache = Cache(model.config, batch=2)
         with torch.no_grad():
             expected = model(ids_BT)
             steps = [model(chunk_BT, cache) for chunk_BT in ids_BT.split(chunks, dim=1)]
@@ -201,10 +201,11 @@ def test_cached_decoding_is_the_full_forward(projection: ProjectionConfig, chunk
 
 def test_cache_reads_nothing_that_it_did_not_write() -> None:
     model, ids_BT = tiny().float(), tokens()
-    cache = KVCache(model.config, batch=2)
-    assert cache.keys.shape == cache.values.shape == (2, 2, 3, 11, 4)
-    cache.keys.fill_(math.nan)
-    cache.values.fill_(math.nan)
+    cache = Cache(model.config, batch=2)
+    for state in cache.states:
+        assert state.keys.shape == state.values.shape == (2, 3, 11, 4)
+        state.keys.fill_(math.nan)
+        state.values.fill_(math.nan)
     with torch.no_grad():
         for chunk_BT in ids_BT[:, :6].split((3, 1, 2), dim=1):
             assert model(chunk_BT, cache).isfinite().all()
@@ -220,7 +221,7 @@ def test_autocast_with_an_identity_anywhere(place: str, length: int) -> None:
         expected = model(ids_BT)
         with torch.autocast("cpu", torch.bfloat16):
             found = model(ids_BT)
-            cached = model(ids_BT, KVCache(config, 1))
+            cached = model(ids_BT, Cache(config, 1))
     for logits_BTV in (found, cached):
         assert logits_BTV.dtype == torch.bfloat16
         assert (logits_BTV - expected).norm() < 0.03 * expected.norm()
@@ -230,13 +231,13 @@ def test_too_long_a_sequence_is_refused() -> None:
     model = tiny()
     with pytest.raises(ValueError, match="12 tokens do not fit the model's context of 11"):
         model(tokens(length=12))
-    cache = KVCache(TINY, batch=2, dtype=torch.float64)
+    cache = Cache(TINY, batch=2, dtype=torch.float64)
     model(tokens(length=8), cache)
     with pytest.raises(ValueError, match="12 tokens do not fit"):
         model(tokens(length=4), cache)
     assert cache.filled == 8
     with pytest.raises(ValueError, match="room for 5 tokens; 6 are needed"):
-        model(tokens(length=6), KVCache(TINY, batch=2, length=5, dtype=torch.float64))
+        model(tokens(length=6), Cache(TINY, batch=2, length=5, dtype=torch.float64))
 
 
 def test_compiles_without_a_graph_break() -> None:

@@ -92,7 +92,7 @@ def test_options_reach_the_layer() -> None:
         bias=True,
     )
     expected = qurve.projections.Bottleneck("linear", 5, "silu", "layernorm", "rmsnorm", 1e-3, 0.7)
-    assert (layer.config, layer.dims) == (expected, (D, 20, True))
+    assert (layer.config, layer.dims) == (expected, (D, 20, True, 0))
     assert layer.w2.shape == (20, 5)
 
 

@@ -1,4 +1,4 @@
-"""Causal self-attention over projections of any kind.
+"""Self-attention over projections of any kind.
 
 Legend: B batch, T new tokens, S all tokens (cached and new), D model width, H query heads, G key/value heads, E head
 width.
@@ -12,49 +12,73 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qurve.model.cache import KVCache
+from qurve.model.cache import KeysValues
 from qurve.model.config import ModelConfig
 from qurve.model.positions import Rope, rotate
-from qurve.projections import Linear
+from qurve.model.view import View
 from qurve.projections.functional import wide
-from qurve.projections.module import project
-
-Rotation = tuple[Tensor, Tensor]
+from qurve.projections.module import Projection, project
 
 
 class Attention(nn.Module):
-    """Multi-head attention: `softmax(scale * q k^T + causal) v`, then the output projection."""
+    """Multi-head attention: `softmax(scale * q k^T + mask) v`, then the output projection."""
+
+    query: Projection
+    key: Projection
+    value: Projection
+    output: Projection
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        query, key, value = (
-            projection.build(dims.d_in, dims.d_out, bias=dims.bias)
-            for projection, dims in zip(config.qkv, config.qkv_dims, strict=True)
-        )
-        self.query, self.key, self.value = query, key, value
-        self.output = Linear().build(config.n_heads * config.head_width, config.d_model, bias=config.bias)
+        self.config = config.at(layer)
+        for name, (kind, dims) in config.projections(layer).items():
+            self.add_module(name, Projection(kind, dims))
         norms = [nn.RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"]
         self.query_norm, self.key_norm = norms
+        self.starts = {}
+        if not config.residual.attention_skip:
+            self.shaping_3H = nn.Parameter(torch.ones(3, config.n_heads))
+            self.starts = {"shaping_3H": 1.0}
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None = None, cache: KVCache | None = None) -> Tensor:
-        config, (batch, length, _) = self.config, x_BTD.shape
-        q_BHTE, k_BGSE, v_BGSE = (
-            t.view(batch, length, -1, config.head_width).transpose(1, 2)
-            for t in project([self.query, self.key, self.value], x_BTD)
-        )
-        q_BHTE, k_BGSE = self.query_norm(q_BHTE), self.key_norm(k_BGSE)
-        if rotation is not None and isinstance(config.positions, Rope):
-            q_BHTE, k_BGSE = (rotate(config.positions, t, rotation) for t in (q_BHTE, k_BGSE))
-        if cache is not None:
-            k_BGSE, v_BGSE = cache.extend(self.layer, k_BGSE, v_BGSE)
-        mask_TS = None
-        if cache is not None or config.window is not None:
-            mask_TS = causal_mask(length, k_BGSE.shape[2], x_BTD.device, config.window)
+    def forward(
+        self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None = None, state: KeysValues | None = None
+    ) -> Tensor:
+        q_BHTE, k_BGTE, v_BGTE = (self.heads(t) for t in self.projected(inputs, hidden))
+        q_BHTE, k_BGTE = self.query_norm(q_BHTE), self.key_norm(k_BGTE)
+        if view.rotation is not None and isinstance(self.config.positions, Rope):
+            q_BHTE, k_BGTE = (rotate(self.config.positions, t, view.rotation) for t in (q_BHTE, k_BGTE))
+        y_BHTE = self.mix(q_BHTE, k_BGTE, v_BGTE, view, state)
+        x_BTD = inputs[0][..., : self.config.d_model]
+        y_BTD = project([self.output], y_BHTE.transpose(1, 2).flatten(2), x_BTD)[0]
+        return F.dropout(y_BTD, self.config.dropout, self.training)
+
+    def projected(self, inputs: tuple[Tensor, ...], hidden: Tensor | None) -> list[Tensor]:
+        """Queries, keys and values `[B, T, O]`; one matrix product where they have one input."""
+        projections = [self.query, self.key, self.value]
+        if len(inputs) == 1:
+            return project(projections, inputs[0], hidden)
+        return [project([p], x, hidden)[0] for p, x in zip(projections, inputs, strict=True)]
+
+    def heads(self, t_BTO: Tensor) -> Tensor:
+        """`[B, T, H E]` -> `[B, H, T, E]`."""
+        return t_BTO.view(*t_BTO.shape[:2], -1, self.config.head_width).transpose(1, 2)
+
+    def mix(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, view: View, state: KeysValues | None) -> Tensor:
+        """What each head's query finds, `[B, H, T, E]`."""
+        config, v_new_BGTE = self.config, v_BGTE
+        if state is not None:
+            k_BGTE, v_BGTE = state.extend(view.start, k_BGTE, v_BGTE)
         dropout = config.dropout if self.training else 0.0
-        y_BHTE = attend(q_BHTE, k_BGSE, v_BGSE, mask_TS, config.scale, dropout)
-        y_BTD = self.output(y_BHTE.transpose(1, 2).flatten(2))
-        return F.dropout(y_BTD, config.dropout, self.training)
+        attention = partial(attend, mask=view.mask(config.window), scale=config.scale, softcap=config.attention_softcap)
+        y_BHTE = attention(q_BHTE, k_BGTE, v_BGTE, dropout=dropout)
+        if config.residual.attention_skip:
+            return y_BHTE
+        # a A + b I - c C: the identity while queries and keys are small, and A is next to the uniform C.
+        a_H11, b_H11, c_H11 = self.shaping_3H[..., None, None]
+        uniform_BHTE = attention(torch.zeros_like(q_BHTE), k_BGTE, v_BGTE, dropout=0.0)
+        own_BHTE = v_new_BGTE.repeat_interleave(config.n_heads // config.kv_heads, dim=1)
+        shaped_BHTE: Tensor = a_H11 * y_BHTE + b_H11 * own_BHTE - c_H11 * uniform_BHTE
+        return shaped_BHTE
 
 
 SHORT = 128
@@ -62,13 +86,23 @@ SHORT = 128
 
 
 def attend(
-    q_BHTE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, mask_TS: Tensor | None, scale: float, dropout: float
+    q_BHTE: Tensor,
+    k_BGSE: Tensor,
+    v_BGSE: Tensor,
+    *,
+    mask: tuple[Tensor | None, bool],
+    scale: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
-    """`softmax(scale * q k^T + mask) v`, `[B, H, T, E]`; without a mask, T = S and each token looks back."""
+    """`softmax(scale * q k^T + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it."""
+    if softcap is not None:
+        return _attend_capped(q_BHTE, k_BGSE, v_BGSE, mask, scale, dropout, softcap)
+    mask_TS, is_causal = mask
     attention = partial(
         F.scaled_dot_product_attention,
         attn_mask=mask_TS,
-        is_causal=mask_TS is None,
+        is_causal=is_causal,
         scale=scale,
         dropout_p=dropout,
         enable_gqa=q_BHTE.shape[1] != k_BGSE.shape[1],
@@ -79,7 +113,24 @@ def attend(
     return attention(q_BHTE, k_BGSE, v_BGSE)  # autocast gives all three one dtype
 
 
-def causal_mask(new: int, total: int, device: torch.device, window: int | None = None) -> Tensor:
-    """`[new, total]`, true where one of the last `new` tokens may look: back, and no further than its window."""
-    mask = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
-    return mask if window is None else mask.triu(total - new - window + 1)
+def _attend_capped(
+    q_BHTE: Tensor,
+    k_BGSE: Tensor,
+    v_BGSE: Tensor,
+    mask: tuple[Tensor | None, bool],
+    scale: float,
+    dropout: float,
+    softcap: float,
+) -> Tensor:
+    """The same, written out, with `softcap * tanh(logits / softcap)` before the softmax: torch's own takes no cap."""
+    groups = q_BHTE.shape[1] // k_BGSE.shape[1]
+    k_BHSE, v_BHSE = (t.repeat_interleave(groups, dim=1) for t in (k_BGSE, v_BGSE))
+    logits_BHTS = scale * wide(q_BHTE @ k_BHSE.transpose(-1, -2))
+    logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
+    visible, is_causal = mask
+    if is_causal:
+        visible = torch.ones(logits_BHTS.shape[-2:], dtype=torch.bool, device=q_BHTE.device).tril()
+    if visible is not None:
+        logits_BHTS = logits_BHTS.masked_fill(~visible, -torch.inf)
+    weight_BHTS = F.dropout(logits_BHTS.softmax(-1), dropout)
+    return weight_BHTS.to(v_BHSE.dtype) @ v_BHSE

@@ -1,6 +1,8 @@
-"""A plain static key/value cache, so that decoding one token does not repeat the ones before."""
+"""What decoding keeps, so that one more token does not repeat the ones before."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,10 +10,29 @@ from torch import Tensor
 from qurve.model.config import ModelConfig
 
 
-class KVCache:
-    """Keys and values of every layer, `[L, B, G, T, E]` each, with room for `length` tokens (default: the context).
+class KeysValues:
+    """Keys and values of one block, `[B, G, T, E]` each, with room for `length` tokens."""
 
-    The model writes to it during its forward pass and advances `filled`. `2 * L * G * E * length * B` numbers in all.
+    def __init__(self, config: ModelConfig, batch: int, length: int, **factory: Any) -> None:
+        shape = (batch, config.kv_heads, length, config.head_width)
+        self.keys, self.values = torch.zeros(shape, **factory), torch.zeros(shape, **factory)
+
+    def extend(self, start: int, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values behind the first `start`; returns all so far."""
+        end = start + k_BGTE.shape[2]
+        self.keys[:, :, start:end] = k_BGTE
+        self.values[:, :, start:end] = v_BGTE
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class Cache:
+    """The decoding state of every block's mixer, static in size: room for `length` tokens (default: the context).
+
+    The model writes to it during its forward pass. Sequences of mixed lengths are padded at their left: `padding_B`
+    says by how many tokens each, and their positions count from the first real one.
+
+        cache = Cache(model.config, batch=2, padding_B=torch.tensor([0, 3]))
+        logits_BTV = model(prompts_BT, cache)          # then one token at a time: model(next_B1, cache)
     """
 
     def __init__(
@@ -20,23 +41,18 @@ class KVCache:
         batch: int,
         length: int | None = None,
         *,
+        padding_B: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if config.attends == "bidirectional":
+            raise ValueError("a bidirectional model sees the tokens to come: it cannot be decoded one token at a time")
+        if padding_B is not None and padding_B.shape != (batch,):
+            raise ValueError(
+                f"padding_B has the shape {list(padding_B.shape)}; it needs one number a sequence, {batch}"
+            )
         self.length = config.context if length is None else length
-        shape = (config.n_layers, batch, config.kv_heads, self.length, config.head_width)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.padding_B = padding_B
         self.filled = 0
-
-    def extend(self, layer: int, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values behind the filled ones; returns all so far."""
-        end = self.filled + k_BGTE.shape[2]
-        if end > self.length:
-            raise ValueError(f"the cache has room for {self.length} tokens; {end} are needed")
-        self.keys[layer, :, :, self.filled : end] = k_BGTE
-        self.values[layer, :, :, self.filled : end] = v_BGTE
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-    def advance(self, tokens: int) -> None:
-        self.filled += tokens
+        configs = [config.at(layer) for layer in range(config.n_layers)]
+        self.states = [c.mixer.state(c, batch, self.length, device=device, dtype=dtype) for c in configs]

@@ -1,21 +1,85 @@
-"""`ModelConfig`: everything that decides a GPT's shape and function. No torch here."""
+"""`ModelConfig`: everything that decides a model's shape and function. No torch here."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Literal
 
 from qurve.config import check_values
 from qurve.errors import BadInput
 from qurve.model.feed_forward import Dense, FeedForwardConfig
+from qurve.model.mixers import MixerConfig, Softmax
 from qurve.model.positions import Learned, PositionConfig, Rope
+from qurve.model.residual import ResidualConfig, Skip
 from qurve.projections import Dims, Linear, ProjectionConfig
+from qurve.projections.base import STD
+
+
+@dataclass(frozen=True)
+class Subspaces:
+    """Extra outputs of each feed-forward that skip the residual stream: some of the next block's pathways read them.
+
+    `q` channels are seen by the queries alone, `qk` by queries and keys, and so on; each pathway's own matrix reads the
+    block's input and its visible channels side by side. The first block, which has none before it, reads its input
+    alone, and the last makes none. Source: arXiv 2603.13381, appendix B.1.
+    """
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    qk: int = 0
+    qv: int = 0
+    kv: int = 0
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        for f in fields(self):
+            if getattr(self, f.name) < 0:
+                raise BadInput(f"model.subspaces.{f.name} = {getattr(self, f.name)}: it must be at least 0")
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def total(self) -> int:
+        return sum(self.widths.values())
+
+    def seen_by(self, pathway: str) -> int:
+        """Channels that the `query`, `key` or `value` sees."""
+        return sum(width for name, width in self.widths.items() if pathway[0] in name)
+
+
+@dataclass(frozen=True)
+class LayerOverride:
+    """What is different in some blocks; None leaves the model's own."""
+
+    layers: tuple[int, ...]
+    """The blocks, counted from 0."""
+    query: ProjectionConfig | None = None
+    key: ProjectionConfig | None = None
+    value: ProjectionConfig | None = None
+    output: ProjectionConfig | None = None
+    mixer: MixerConfig | None = None
+    mlp: FeedForwardConfig | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if not self.changes:
+            raise BadInput(f"model.overrides: the one for the layers {list(self.layers)} changes nothing")
+
+    @property
+    def changes(self) -> dict[str, object]:
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layers"}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm transformer. The defaults are the paper's baseline: GPT-2 with learned positions and GELU."""
+    """A transformer. The defaults are the paper's baseline: GPT-2 with pre-norms, learned positions and GELU."""
 
     n_layers: int = 12
     d_model: int = 768
@@ -34,7 +98,16 @@ class ModelConfig:
     query: ProjectionConfig = field(default_factory=Linear)
     key: ProjectionConfig = field(default_factory=Linear)
     value: ProjectionConfig = field(default_factory=Linear)
+    output: ProjectionConfig = field(default_factory=Linear)
+    """W_O: from the heads' outputs, side by side, to the model's width."""
+    mixer: MixerConfig = field(default_factory=Softmax)
+    residual: ResidualConfig = field(default_factory=Skip)
     mlp: FeedForwardConfig = field(default_factory=Dense)
+    subspaces: Subspaces = field(default_factory=Subspaces)
+    overrides: tuple[LayerOverride, ...] = ()
+    """Blocks that are different; where two speak of one block, the later one counts."""
+    share_blocks: bool = False
+    """One block's weights serve as all `n_layers`."""
     positions: PositionConfig = field(default_factory=Learned)
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     qk_norm: bool = False
@@ -42,7 +115,11 @@ class ModelConfig:
     attention_scale: float | None = None
     """What the logits `q k^T` are multiplied by; None means `1 / sqrt(head width)`."""
     window: int | None = None
-    """How many tokens back attention looks, itself included; None looks at all."""
+    """How many tokens back attention looks, itself included (forward as well, if bidirectional); None looks at all."""
+    attends: Literal["causal", "bidirectional", "prefix"] = "causal"
+    """Whom a token sees: those before it, all, or those before it and, within a prefix of the sequence, all of that."""
+    attention_softcap: float | None = None
+    """`c * tanh(logits / c)` on the attention's logits, as in Gemma 2."""
     logit_softcap: float | None = None
     """`c * tanh(logits / c)` on the model's logits, as in Gemma 2."""
     dropout: float = 0.0
@@ -70,27 +147,85 @@ class ModelConfig:
             )
         if isinstance(self.positions, Rope) and self.head_width % 2:
             raise BadInput(f"heads of width {self.head_width} cannot be rotated in pairs; give an even model.d_head")
-        if self.logit_softcap is not None and self.logit_softcap <= 0:
-            raise BadInput(f"model.logit_softcap = {self.logit_softcap}: it must be above zero")
+        for name in ("logit_softcap", "attention_softcap"):
+            if (cap := getattr(self, name)) is not None and cap <= 0:
+                raise BadInput(f"model.{name} = {cap}: it must be above zero")
         if not 0 <= self.dropout < 1:
             raise BadInput(f"model.dropout = {self.dropout}: it must be at least 0 and below 1")
         if self.norm_eps <= 0:
             raise BadInput(f"model.norm_eps = {self.norm_eps}: it must be above zero")
-        for name, projection, dims in zip(("query", "key", "value"), self.qkv, self.qkv_dims, strict=True):
-            try:
-                projection.check(dims)
-            except ValueError as error:
-                raise BadInput(f"model.{name}: {error}") from None
+        self._check_layers()
 
-    @property
-    def qkv(self) -> tuple[ProjectionConfig, ProjectionConfig, ProjectionConfig]:
-        return self.query, self.key, self.value
+    def _check_layers(self) -> None:
+        for override in self.overrides:
+            for layer in override.layers:
+                if not 0 <= layer < self.n_layers:
+                    raise BadInput(f"model.overrides: there is no layer {layer}; they are 0 to {self.n_layers - 1}")
+            if override.window is not None and override.window < 1:
+                raise BadInput(f"model.overrides: window = {override.window}: it must be at least 1")
+        distinct = self.distinct_layers()
+        if self.share_blocks and len(distinct) > 1:
+            raise BadInput(
+                "model.share_blocks needs blocks that are all alike; model.overrides, model.subspaces and MLP reuse "
+                "make some of them different"
+            )
+        for layer, _ in distinct:
+            here = self.at(layer)
+            if self.subspaces.total and not here.mlp.hidden_width(self.d_ff):
+                raise BadInput(
+                    f"model.subspaces are made of a feed-forward's hidden activations, and model.mlp = {here.mlp.kind} "
+                    "has other ones for every token; use a dense or gated one"
+                )
+            for name, part in (("mixer", here.mixer), ("residual", here.residual)):
+                try:
+                    part.check(here)
+                except BadInput:
+                    raise
+                except ValueError as error:
+                    raise BadInput(f"model.{name}: {error}") from None
+            for name, (projection, dims) in self.projections(layer).items():
+                allowed = "block_input" if name == "output" else "mlp_hidden"
+                if projection.also_reads not in (None, allowed):
+                    where = "model.output" if projection.also_reads == "block_input" else "model.query, key or value"
+                    raise BadInput(f"model.{name}: {projection.kind!r} has no place here; it is for {where}")
+                try:
+                    projection.check(dims)
+                except ValueError as error:
+                    raise BadInput(f"model.{name}: {error}") from None
 
-    @property
-    def qkv_dims(self) -> tuple[Dims, Dims, Dims]:
-        """Widths of the query, key and value projections."""
-        q, kv = (Dims(self.d_model, heads * self.head_width, self.bias) for heads in (self.n_heads, self.kv_heads))
-        return q, kv, kv
+    def at(self, layer: int) -> ModelConfig:
+        """The configuration of block `layer`, with its overrides applied."""
+        return _at(self, layer) if self.overrides else self
+
+    def distinct_layers(self) -> list[tuple[int, int]]:
+        """Blocks that may differ from each other: one of each sort, and how many there are of it."""
+        last = self.n_layers - 1
+        named = {layer for override in self.overrides for layer in override.layers}
+        named |= {layer + 1 for layer in named if layer < last}  # which read what those have computed
+        first_differs = self.projections(0) != self.projections(min(1, last))
+        special = {0} if first_differs or self.subspaces.total else set()
+        special |= ({last} if self.subspaces.total else set()) | named
+        usual = next((layer for layer in range(len(special) + 1) if layer not in special and layer <= last), None)
+        found = [(layer, 1) for layer in sorted(special)]
+        return found if usual is None else sorted([*found, (usual, self.n_layers - len(special))])
+
+    def projections(self, layer: int) -> dict[str, tuple[ProjectionConfig, Dims]]:
+        """Kind and widths of every projection that block `layer` has, by name."""
+        here, before = self.at(layer), self.at(max(0, layer - 1))
+        q_width, kv_width = (heads * self.head_width for heads in (self.n_heads, self.kv_heads))
+        hidden = before.mlp.hidden_width(self.d_ff) if layer else 0
+        found: dict[str, tuple[ProjectionConfig, Dims]] = {}
+        for name, kind, d_out in (
+            ("query", here.query, q_width),
+            ("key", here.key, kv_width),
+            ("value", here.value, kv_width),
+        ):
+            kind = kind if layer else kind.at_first()
+            d_in = self.d_model + (self.subspaces.seen_by(name) if layer else 0)
+            found[name] = kind, Dims(d_in, d_out, self.bias, hidden if kind.also_reads else 0)
+        d_other = self.d_model if here.output.also_reads else 0
+        found["output"] = here.output, Dims(q_width, self.d_model, self.bias, d_other)
+        return {name: found[name] for name in here.mixer.projections}
 
     @property
     def head_width(self) -> int:
@@ -106,3 +241,20 @@ class ModelConfig:
     def scale(self) -> float:
         """The attention scale, resolved."""
         return 1 / math.sqrt(self.head_width) if self.attention_scale is None else self.attention_scale
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embeddings are multiplied by: without norms the signal has to enter at unit scale."""
+        return 1.0 if self.residual.norm_place != "none" else 1 / STD
+
+
+@lru_cache(maxsize=1024)
+def _at(config: ModelConfig, layer: int) -> ModelConfig:
+    changes: dict[str, object] = {}
+    for override in config.overrides:
+        if layer in override.layers:
+            changes |= override.changes
+    # Not `replace`, whose checks are of whole models.
+    here = object.__new__(ModelConfig)
+    here.__dict__.update({**config.__dict__, "overrides": (), **changes})
+    return here

@@ -23,17 +23,23 @@ class FeedForwardConfig(Choice):
     """Base of the kinds."""
 
     registry: ClassVar[dict[str, type[FeedForwardConfig]]]
+    if TYPE_CHECKING:
+        activation: Activation  # every kind has one
 
     def __post_init__(self) -> None:
         check_values(self)
 
     def build(self, config: ModelConfig) -> nn.Module:
-        """The module, `[B, T, D]` to `[B, T, D]`."""
+        """The module: `[B, T, D]` to `[B, T, D]` and the hidden activations `[B, T, F]`, None where there are none."""
         raise NotImplementedError
 
     def matrices(self, d_model: int, d_ff: int) -> dict[str, tuple[int, int]]:
         """Shape `[out, in]` of each weight that every token is multiplied by."""
         raise NotImplementedError
+
+    def hidden_width(self, d_ff: int) -> int:
+        """Width of the hidden activations that the next block may read; 0 where a token has none of its own."""
+        return d_ff
 
     def num_params(self, d_model: int, d_ff: int, bias: bool) -> int:
         return sum(out * (into + bias) for out, into in self.matrices(d_model, d_ff).values())
@@ -98,6 +104,9 @@ class MixtureOfExperts(FeedForwardConfig):
 
     def matrices(self, d_model: int, d_ff: int) -> dict[str, tuple[int, int]]:
         return Gated(self.activation).matrices(d_model, d_ff)
+
+    def hidden_width(self, d_ff: int) -> int:
+        return 0  # each token's are those of its experts
 
     def num_params(self, d_model: int, d_ff: int, bias: bool) -> int:
         return self.experts * (super().num_params(d_model, d_ff, bias) + d_model)  # and the router's row

@@ -18,7 +18,7 @@ from qurve.projections.module import project
 
 
 class DenseFeedForward(nn.Module):
-    """`a(x W_up) W_down`."""
+    """`a(x W_up) W_down`. Returns its output and the hidden activations, which the next block may read."""
 
     def __init__(self, config: ModelConfig, kind: Dense) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class DenseFeedForward(nn.Module):
         self.up = Linear().build(config.d_model, config.d_ff, bias=config.bias)
         self.down = Linear().build(config.d_ff, config.d_model, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         h_BTF = activate(self.kind.activation, self.up(x_BTD))
-        return F.dropout(self.down(h_BTF), self.dropout, self.training)
+        return F.dropout(self.down(h_BTF), self.dropout, self.training), h_BTF
 
 
 class GatedFeedForward(nn.Module):
-    """`(a(x W_gate) * x W_up) W_down`."""
+    """`(a(x W_gate) * x W_up) W_down`. Returns its output and the gated hidden activations."""
 
     def __init__(self, config: ModelConfig, kind: Gated | MixtureOfExperts) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class GatedFeedForward(nn.Module):
         self.up = Linear().build(config.d_model, config.d_ff, bias=config.bias)
         self.down = Linear().build(config.d_ff, config.d_model, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         gate_BTF, up_BTF = project([self.gate, self.up], x_BTD)
         h_BTF = activate(self.kind.activation, gate_BTF) * up_BTF
-        return F.dropout(self.down(h_BTF), self.dropout, self.training)
+        return F.dropout(self.down(h_BTF), self.dropout, self.training), h_BTF
 
 
 class ExpertFeedForward(nn.Module):
@@ -56,7 +56,7 @@ class ExpertFeedForward(nn.Module):
         self.router = Linear().build(config.d_model, kind.experts)
         self.experts = nn.ModuleList(GatedFeedForward(config, kind) for _ in range(kind.experts))
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, None]:
         x_MD = x_BTD.flatten(0, -2)
         probability_MN = self.router(x_MD).float().softmax(-1)
         weight_MK, chosen_MK = probability_MN.topk(self.kind.active, dim=-1)
@@ -68,6 +68,6 @@ class ExpertFeedForward(nn.Module):
         for number, expert in enumerate(self.experts):
             # Also with no tokens: its gradient is zero then, not missing, and every update is of the same weights.
             token_M, place_M = torch.where(chosen_MK == number)
-            part_MD = expert(x_MD[token_M]) * weight_MK[token_M, place_M, None]
+            part_MD = expert(x_MD[token_M])[0] * weight_MK[token_M, place_M, None]
             out_MD = out_MD.index_add(0, token_M, part_MD.to(out_MD.dtype))
-        return out_MD.view(x_BTD.shape)
+        return out_MD.view(x_BTD.shape), None

@@ -1,11 +1,13 @@
-"""The whole model: embeddings, pre-norm blocks, tied head.
+"""The whole model: embeddings, blocks, tied head.
 
-Legend: B batch, T tokens, D model width, F feed-forward width, V vocabulary.
+Legend: B batch, T tokens, D model width, F feed-forward width, W channels of the concept subspaces, V vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,37 +16,68 @@ from torch import Tensor, nn
 from qurve.config import FORMAT, from_dict
 from qurve.errors import BadInput
 from qurve.files import check_manifest
-from qurve.model.attention import Attention, Rotation
-from qurve.model.cache import KVCache
+from qurve.model.cache import Cache
 from qurve.model.config import ModelConfig
-from qurve.model.feed_forward import MixtureOfExperts
 from qurve.model.feed_forward_modules import ExpertFeedForward
 from qurve.model.init import initialize
 from qurve.model.positions import Learned, Rope, rotations
+from qurve.model.view import View
+from qurve.projections import Linear
 from qurve.runfolder import RunFolder
+
+Carried = tuple[Tensor | None, Tensor | None]
+"""What a block hands to the next beside the stream: hidden activations `[B, T, F]`, subspaces' channels `[B, T, W]`."""
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
-    """The block's norm, over the model's width."""
+    """The block's norm, over the model's width; nothing where the topology has none."""
+    if config.residual.norm_place == "none":
+        return nn.Identity()
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.d_model, config.norm_eps)
     return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias)
 
 
 class Block(nn.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; the residual scheme says what `+` is and where norms stand."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        here = config.at(layer)
+        self.config = here
         self.attention_norm = build_norm(config)
-        self.attention = Attention(config, layer)
+        self.attention_residual = config.residual.build(config, layer, "attention")
+        self.attention = here.mixer.build(config, layer)
         self.mlp_norm = build_norm(config)
-        self.mlp = config.mlp.build(config)
+        self.mlp_residual = config.residual.build(config, layer, "mlp")
+        self.mlp = here.mlp.build(here)
+        width = config.subspaces.total if layer < config.n_layers - 1 else 0
+        self.subspaces = Linear().build(here.mlp.hidden_width(config.d_ff), width) if width else None
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None = None, cache: KVCache | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation, cache)
-        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD
+    def forward(
+        self, stream: Tensor, view: View, carried: Carried = (None, None), state: Any = None
+    ) -> tuple[Tensor, Carried]:
+        hidden_BTF, routed_BTW = carried
+        inputs = self.attention_residual.read(stream, self.attention_norm)
+        if routed_BTW is not None:
+            inputs = self._with_subspaces(inputs, routed_BTW)
+        y_BTD = self.attention(inputs, view, hidden_BTF, state)
+        stream = self.attention_residual.write(stream, y_BTD, self.attention_norm)
+
+        (x_BTD,) = self.mlp_residual.read(stream, self.mlp_norm)
+        y_BTD, hidden_BTF = self.mlp(x_BTD)
+        stream = self.mlp_residual.write(stream, y_BTD, self.mlp_norm)
+        return stream, (hidden_BTF, None if self.subspaces is None else self.subspaces(hidden_BTF))
+
+    def _with_subspaces(self, inputs: tuple[Tensor, ...], routed_BTW: Tensor) -> tuple[Tensor, ...]:
+        """The inputs of queries, keys and values, each with the channels that it sees."""
+        widths = self.config.subspaces.widths
+        parts = dict(zip(widths, torch.split(routed_BTW, list(widths.values()), dim=-1), strict=True))
+        x_q, x_k, x_v = inputs * 3 if len(inputs) == 1 else inputs
+        return tuple(
+            torch.cat([x, *(part.to(x.dtype) for name, part in parts.items() if pathway in name)], dim=-1)
+            for pathway, x in (("q", x_q), ("k", x_k), ("v", x_v))
+        )
 
 
 class GPT(nn.Module):
@@ -60,10 +93,11 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         learned = isinstance(config.positions, Learned)
         self.position_embedding = nn.Embedding(config.context, config.d_model) if learned else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.final_norm = build_norm(config)
+        blocks = 1 if config.share_blocks else config.n_layers
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(blocks))
+        self.final_norm = build_norm(config) if config.residual.norm_place == "pre" else nn.Identity()
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        initialize(self, config.n_layers, seed)
+        initialize(self, config, seed)
 
     @classmethod
     def from_run(cls, folder: str | os.PathLike[str]) -> GPT:
@@ -81,7 +115,7 @@ class GPT(nn.Module):
         try:
             with safe_open(file, framework="pt") as opened:
                 blocks = len({name.split(".")[1] for name in opened.keys() if name.startswith("blocks.")})  # noqa: SIM118
-            if blocks != config.n_layers:
+            if blocks != (1 if config.share_blocks else config.n_layers):
                 raise BadInput(f"{blocks} blocks are in it, and {run.config_file} says {config.n_layers}")
             # Built without memory, so that none is taken for sizes that the file does not bear out.
             with torch.device("meta"):
@@ -91,42 +125,95 @@ class GPT(nn.Module):
             raise BadInput(f"{file} does not hold this run's model: {error}") from error
         return model.eval()
 
-    def forward(self, ids_BT: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits `[B, T, V]`. With a cache, `ids_BT` continues the tokens in it, and the cache grows by T."""
-        logits_BTV: Tensor = F.linear(self.hidden(ids_BT, cache), self.head_weight)
+    def forward(
+        self,
+        ids_BT: Tensor,
+        cache: Cache | None = None,
+        *,
+        padding_B: Tensor | None = None,
+        prefix_B: Tensor | None = None,
+        allowed_BTT: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `[B, T, V]`. With a cache, `ids_BT` continues the tokens in it, and the cache grows by T.
+
+        `padding_B`: tokens of padding at the left of each sequence (with a cache: given to it). `prefix_B`: how many
+        tokens at the beginning all see each other, for a model that attends so; the first call has to hold them.
+        `allowed_BTT` `[B or 1, T, T]`: further limits, false where a token (second axis) may not see another.
+        """
+        hidden_BTD, _ = self.hidden(ids_BT, cache, padding_B=padding_B, prefix_B=prefix_B, allowed_BTT=allowed_BTT)
+        return self.logits(hidden_BTD)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """The head: `[B, T, D]` -> `[B, T, V]`."""
+        logits_BTV: Tensor = F.linear(hidden_BTD, self.head_weight)
         if (cap := self.config.logit_softcap) is not None:
             logits_BTV = cap * torch.tanh(logits_BTV.float() / cap)
         return logits_BTV
 
-    def hidden(self, ids_BT: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The final norm's output `[B, T, D]`: all but the head."""
-        start, length = (0 if cache is None else cache.filled), ids_BT.shape[1]
-        if start + length > self.config.context:
-            raise ValueError(f"{start + length} tokens do not fit the model's context of {self.config.context}")
-        positions_T = torch.arange(start, start + length, device=ids_BT.device)
-        x_BTD, rotation = self.token_embedding(ids_BT), None
+    def hidden(
+        self, ids_BT: Tensor, cache: Cache | None = None, **limits: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """All but the head: `[B, T, D]`, and the weighted load-balancing loss of each block that has one."""
+        config = self.config
+        view = self.view(ids_BT, cache, **limits)
+        x_BTD = self.token_embedding(ids_BT)
         if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding(positions_T)
-        elif isinstance(self.config.positions, Rope):
-            rotation = rotations(self.config.positions, positions_T[None], self.config.head_width)
-        x_BTD = F.dropout(x_BTD, self.config.dropout, self.training)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, rotation, cache)
+            x_BTD = x_BTD + self.position_embedding(view.positions_BT())
+        if config.embedding_scale != 1:
+            x_BTD = config.embedding_scale * x_BTD
+        stream = config.residual.expand(F.dropout(x_BTD, config.dropout, self.training))
+        carried: Carried = (None, None)
+        balances = []
+        for layer in range(config.n_layers):
+            block = self.blocks[0 if config.share_blocks else layer]
+            stream, carried = block(stream, view, carried, None if cache is None else cache.states[layer])
+            if isinstance(block.mlp, ExpertFeedForward):
+                balances.append(block.mlp.kind.balance * block.mlp.balance_loss)
         if cache is not None:
-            cache.advance(length)
-        y_BTD: Tensor = self.final_norm(x_BTD)
-        return y_BTD
+            cache.filled += view.length
+        y_BTD: Tensor = self.final_norm(config.residual.collapse(stream))
+        return y_BTD, balances
 
-    def loss(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy over the targets, in nats per token; softmax in float32.
+    def view(
+        self,
+        ids_BT: Tensor,
+        cache: Cache | None = None,
+        *,
+        padding_B: Tensor | None = None,
+        prefix_B: Tensor | None = None,
+        allowed_BTT: Tensor | None = None,
+    ) -> View:
+        """Who may see whom. Raises `ValueError` for what does not fit the model or the cache."""
+        config, start, length = self.config, 0 if cache is None else cache.filled, ids_BT.shape[1]
+        if start + length > config.context:
+            raise ValueError(f"{start + length} tokens do not fit the model's context of {config.context}")
+        if cache is not None and start + length > cache.length:
+            raise ValueError(f"the cache has room for {cache.length} tokens; {start + length} are needed")
+        if cache is not None and padding_B is not None:
+            raise ValueError("give padding_B to the cache, which keeps it for the tokens to come")
+        if (prefix_B is not None) != (config.attends == "prefix" and start == 0):
+            why = "is needed" if prefix_B is None else "has no place"
+            raise ValueError(
+                f"prefix_B {why} here: it is for model.attends = prefix, in the call that holds the prefix"
+            )
+        if allowed_BTT is not None and (cache is not None or allowed_BTT.shape[-2:] != (length, length)):
+            raise ValueError(f"allowed_BTT needs the shape [B or 1, {length}, {length}], and no cache beside it")
+        padding_B = padding_B if cache is None else cache.padding_B
+        view = View(config.attends, start, length, ids_BT.device, padding_B, prefix_B, allowed_BTT)
+        if isinstance(config.positions, Rope):
+            rotation = rotations(config.positions, view.positions_BT(), config.head_width)
+            view = dataclasses.replace(view, rotation=rotation)
+        return view
+
+    def loss(self, ids_BT: Tensor, targets_BT: Tensor, prefix_B: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy over the targets, in nats per token; softmax in float32. Targets of -100 do not count.
 
         In training a mixture of experts adds its load-balancing loss, weighted, mean over the blocks.
         """
-        logits_BTV = self.forward(ids_BT)
-        loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
-        if self.training and isinstance(self.config.mlp, MixtureOfExperts):
-            balances = [module.balance_loss for module in self.modules() if isinstance(module, ExpertFeedForward)]
-            loss = loss + self.config.mlp.balance * torch.stack(balances).mean()
+        hidden_BTD, balances = self.hidden(ids_BT, prefix_B=prefix_B)
+        loss = F.cross_entropy(self.logits(hidden_BTD).flatten(0, 1).float(), targets_BT.flatten())
+        if self.training and balances:
+            loss = loss + torch.stack(balances).mean()
         return loss
 
     @property

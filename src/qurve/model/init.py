@@ -2,6 +2,9 @@
 
 So two models that share a name and a shape share that tensor, whatever else differs between them, and an extra layer
 shifts nobody's random numbers. Draws are made on the CPU in float32, wherever the parameter lives.
+
+What starts otherwise says so: a projection in its `parameters`, any other module in its `starts`, a dictionary from the
+names of its own parameters to a number or a tensor.
 """
 
 from __future__ import annotations
@@ -10,12 +13,12 @@ import hashlib
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from qurve.projections.module import STD, Projection
-
-RESIDUAL_WRITERS = ("attention.output.weight", "mlp.down.weight")
-"""What writes into the residual stream starts smaller, by 1 / sqrt(2 L), as in GPT-2."""
+from qurve.model.config import ModelConfig
+from qurve.projections.base import STD
+from qurve.projections.functional import SECOND_MOMENT
+from qurve.projections.module import Projection
 
 
 def stream_seed(seed: int, name: str) -> int:
@@ -24,23 +27,44 @@ def stream_seed(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, n_layers: int, seed: int) -> None:
-    """Matrices and embeddings normal with std 0.02, residual writers 0.02 / sqrt(2 L), gains one, biases zero."""
-    ones = {f"{prefix}.{name}" for prefix, module in model.named_modules() for name in _gains(module)}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            continue
-        if name in ones:
-            parameter.fill_(1.0)
-        elif parameter.dim() < 2:
-            parameter.zero_()
-        else:
-            std = STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_WRITERS) else STD
-            generator = torch.Generator().manual_seed(stream_seed(seed, f"init/{name}"))
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Matrices and embeddings normal with std 0.02, gains one, biases zero; what is on the meta device is left alone.
+
+    What writes into the residual stream starts smaller, by 1 / sqrt(2 L), as in GPT-2. Where a skip is missing, the
+    matrices on the way keep the signal's size instead.
+    """
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if parameter.is_meta:
+                continue
+            start, std = _start(prefix, module, name.rpartition(".")[2], parameter, config)
+            if std is None:
+                parameter.copy_(torch.as_tensor(start, dtype=parameter.dtype).expand(parameter.shape))
+            else:
+                generator = torch.Generator().manual_seed(stream_seed(seed, f"init/{name}"))
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 
-def _gains(module: nn.Module) -> list[str]:
+def _start(
+    prefix: str, module: nn.Module, name: str, parameter: Tensor, config: ModelConfig
+) -> tuple[float | Tensor, float | None]:
+    """The constant that a parameter starts with, or the standard deviation that it is drawn with."""
     if isinstance(module, Projection):
-        return [name for name, spec in module.config.parameters(module.dims).items() if spec.init == "ones"]
-    return ["weight"] if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) else []
+        config = config.at(int(prefix.split(".")[1]))  # blocks.N.…
+        init = module.config.parameters(module.dims)[name].init
+        part = "attention" if ".attention." in prefix else "mlp"
+        skipped = config.residual.attention_skip if part == "attention" else config.residual.mlp_skip
+        last = prefix.endswith((".output", ".down"))
+        joins = last and skipped and name in module.config.writers()
+        scale = 1 / math.sqrt(2 * config.n_layers) if joins else 1.0
+        std = STD * scale
+        if not skipped and not prefix.endswith((".query", ".key", ".router")):
+            power = SECOND_MOMENT[config.mlp.activation] if prefix.endswith(".down") else 1.0
+            std = 1 / math.sqrt(parameter.shape[-1] * power)
+        return ({"ones": scale, "zeros": 0.0}[init], None) if init != "normal" else (0.0, std)
+    starts: dict[str, float | Tensor] = getattr(module, "starts", {})
+    if name in starts:
+        return starts[name], None
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and name == "weight":
+        return 1.0, None
+    return 0.0, STD if parameter.dim() >= 2 else None

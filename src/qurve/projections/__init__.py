@@ -8,5 +8,6 @@ from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig
 from qurve.projections.bottleneck import Bottleneck
 from qurve.projections.identity import Identity, Residual
 from qurve.projections.linear import Linear
+from qurve.projections.mlp_reuse import MLPReuse
 
-__all__ = ["Bottleneck", "Dims", "Identity", "Linear", "ParameterSpec", "ProjectionConfig", "Residual"]
+__all__ = ["Bottleneck", "Dims", "Identity", "Linear", "MLPReuse", "ParameterSpec", "ProjectionConfig", "Residual"]

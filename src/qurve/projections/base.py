@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 
     from qurve.projections.module import Projection
 
+STD = 0.02
+"""Standard deviation of every matrix at the start."""
+
 
 class Dims(NamedTuple):
-    """What a projection's owner fixes: input width, output width, and whether linear maps and norms carry biases."""
+    """What a projection's owner fixes: the widths, and whether linear maps and norms carry biases."""
 
     d_in: int
     d_out: int
     bias: bool = False
+    d_other: int = 0
+    """Width of what a projection reads besides its input (`also_reads`); 0 where there is no such thing."""
 
 
 class ParameterSpec(NamedTuple):
@@ -44,6 +49,9 @@ class ProjectionConfig(Choice):
     """Base class of all projections; register a kind with `@ProjectionConfig.register("name")`."""
 
     registry: ClassVar[dict[str, type[ProjectionConfig]]]
+    also_reads: ClassVar[Literal["mlp_hidden", "block_input"] | None] = None
+    """A second source, given after the input: hidden activations of the previous block's feed-forward `[B, T, F]` (to
+    queries, keys and values), or the block's normalised input `[B, T, D]` (to the output projection)."""
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -55,8 +63,9 @@ class ProjectionConfig(Choice):
         """Every learnable parameter by name; matrices are `[out, in]`, as in `nn.Linear`."""
         raise NotImplementedError
 
-    def forward(self, p: Projection, x_BTD: Tensor) -> Tensor:
-        """The specification: `[B, T, D]` to `[B, T, O]`. `p` carries the parameters as attributes."""
+    def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
+        """The specification: `[B, T, D]` to `[B, T, O]`. `p` carries the parameters as attributes, `other` is what
+        `also_reads` names."""
         raise NotImplementedError
 
     def stem_rows(self, dims: Dims) -> int:
@@ -67,9 +76,17 @@ class ProjectionConfig(Choice):
         """The stem's weight `[S, D]`, gains folded in float32. Not called when there are no rows."""
         raise NotImplementedError
 
-    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor) -> Tensor:
+    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
         """From the stem's output (and the input) to `[B, T, O]`: equal to `forward` for every input and gradient."""
         raise NotImplementedError
+
+    def at_first(self) -> ProjectionConfig:
+        """What stands in its place in the first block, which has no block before it."""
+        return self
+
+    def writers(self) -> tuple[str, ...]:
+        """The parameters that the output is proportional to: smaller at the start where it joins a residual stream."""
+        return ("weight",)
 
     def num_params(self, dims: Dims) -> int:
         return sum(math.prod(spec.shape) for spec in self.parameters(dims).values())
@@ -78,8 +95,8 @@ class ProjectionConfig(Choice):
         """Forward FLOPs of the matrix products; norms and activations are not counted, as is customary."""
         return sum(2 * math.prod(spec.shape) for spec in self.parameters(dims).values() if len(spec.shape) == 2)
 
-    def build(self, d_in: int, d_out: int, *, bias: bool = False) -> Projection:
+    def build(self, d_in: int, d_out: int, *, bias: bool = False, d_other: int = 0) -> Projection:
         """The module. Raises `ValueError` for widths that cannot be."""
         from qurve.projections.module import Projection
 
-        return Projection(self, Dims(d_in, d_out, bias))
+        return Projection(self, Dims(d_in, d_out, bias, d_other))

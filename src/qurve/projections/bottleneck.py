@@ -61,8 +61,11 @@ class Bottleneck(ProjectionConfig):
         """R, resolved."""
         return dims.d_in // 2 if self.width is None else self.width
 
+    def writers(self) -> tuple[str, ...]:
+        return ("w2" if self.post_norm == "none" else "post_gain", "weight")
+
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
-        d_in, d_out, bias = dims
+        d_in, d_out, bias, _ = dims
         rank = self.rank(dims)
         specs = {"w1": ParameterSpec((rank, d_in)), "w2": ParameterSpec((d_out, rank))}
         if self.pre_norm != "none":
@@ -81,7 +84,7 @@ class Bottleneck(ProjectionConfig):
                 specs["bias"] = ParameterSpec((d_out,), "zeros")
         return specs
 
-    def forward(self, p: Projection, x_BTD: Tensor) -> Tensor:
+    def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         n_BTD = F.normalize(self.pre_norm, x_BTD, p.get("pre_gain"), p.get("pre_bias"), self.eps)
         h_BTR = F.activate(self.activation, F.wide(F.linear(n_BTD, p.w1, p.get("b1"))))
         y_BTO = F.linear(h_BTR, p.w2, p.get("b2"))
@@ -97,7 +100,7 @@ class Bottleneck(ProjectionConfig):
         w1 = p.w1 if self.pre_norm == "none" else F.fold(self.pre_norm, p.w1, p.pre_gain)
         return torch.cat([w1, p.weight]) if self.anchor == "linear" else w1
 
-    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor) -> Tensor:
+    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
         rank = self.rank(p.dims)
         s_BTR = F.wide(stem_BTS[..., :rank])
         if self.pre_norm != "none":

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 Activation = Literal["gelu", "relu", "relu2", "silu", "identity"]
 Norm = Literal["rmsnorm", "layernorm", "none"]
 
+SECOND_MOMENT: dict[Activation, float] = {"gelu": 0.4252, "relu": 0.5, "relu2": 1.5, "silu": 0.3557, "identity": 1.0}
+"""Mean of the squared activation over standard normal inputs."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x W^T + b` in the compute dtype: `[…, in]`, `[out, in]` -> `[…, out]`."""

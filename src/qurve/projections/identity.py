@@ -37,13 +37,13 @@ class Identity(ProjectionConfig):
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         return {}
 
-    def forward(self, p: Projection, x_BTD: Tensor) -> Tensor:
+    def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return x_BTD
 
     def stem_rows(self, dims: Dims) -> int:
         return 0
 
-    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor) -> Tensor:
+    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return x_BTD
 
 
@@ -61,7 +61,7 @@ class Residual(ProjectionConfig):
         specs = {"weight": ParameterSpec((dims.d_out, dims.d_in))}
         return specs | {"bias": ParameterSpec((dims.d_out,), "zeros")} if dims.bias else specs
 
-    def forward(self, p: Projection, x_BTD: Tensor) -> Tensor:
+    def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return self.head(p, F.linear(x_BTD, p.weight), x_BTD)
 
     def stem_rows(self, dims: Dims) -> int:
@@ -70,7 +70,7 @@ class Residual(ProjectionConfig):
     def stem(self, p: Projection) -> Tensor:
         return p.weight
 
-    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor) -> Tensor:
+    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
         out_BTD = x_BTD + stem_BTS
         if p.dims.bias:
             out_BTD = out_BTD + p.bias

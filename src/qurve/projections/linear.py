@@ -24,7 +24,7 @@ class Linear(ProjectionConfig):
         specs = {"weight": ParameterSpec((dims.d_out, dims.d_in))}
         return specs | {"bias": ParameterSpec((dims.d_out,), "zeros")} if dims.bias else specs
 
-    def forward(self, p: Projection, x_BTD: Tensor) -> Tensor:
+    def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return F.linear(x_BTD, p.weight, p.bias if p.dims.bias else None)
 
     def stem_rows(self, dims: Dims) -> int:
@@ -33,5 +33,5 @@ class Linear(ProjectionConfig):
     def stem(self, p: Projection) -> Tensor:
         return p.weight
 
-    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor) -> Tensor:
+    def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return stem_BTS + p.bias.to(stem_BTS.dtype) if p.dims.bias else stem_BTS

@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qurve.projections.base import Dims, ProjectionConfig
-
-STD = 0.02
-"""Standard deviation of every matrix at the start."""
+from qurve.projections.base import STD, Dims, ProjectionConfig
 
 
 class Projection(nn.Module):
@@ -56,33 +53,45 @@ class Projection(nn.Module):
         """A parameter that this configuration may not have."""
         return getattr(self, name, None)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """`[B, T, D]` -> `[B, T, O]` (any leading shape). Raises `ValueError` for another width."""
+    def forward(self, x_BTD: Tensor, *other: Tensor) -> Tensor:
+        """`[B, T, D]` -> `[B, T, O]` (any leading shape). Raises `ValueError` for another width.
+
+        `other` is what the configuration also reads, `[B, T, d_other]`; nothing for most.
+        """
         if x_BTD.shape[-1] != self.dims.d_in:
             raise ValueError(f"this projection takes {self.dims.d_in} channels, and the input has {x_BTD.shape[-1]}")
-        return self.config.forward(self, x_BTD)
+        if len(other) != (self.config.also_reads is not None):
+            raise ValueError(f"besides its input this projection reads {self.config.also_reads or 'nothing'}")
+        return self.config.forward(self, x_BTD, *other)
 
     def extra_repr(self) -> str:
         return f"{self.dims.d_in} -> {self.dims.d_out}, {self.config}"
 
 
-def project(projections: Sequence[nn.Module], x_BTD: Tensor) -> list[Tensor]:
+def project(projections: Sequence[nn.Module], x_BTD: Tensor, other: Tensor | None = None) -> list[Tensor]:
     """Every projection of one input; the bare ones share ONE matrix product over their stacked stems.
 
     `D -> 3D` for three linear projections, `D -> 2.5D` with the paper's query. A projection that somebody has wrapped,
-    hooked, quantised or parametrised takes its own forward, so that an adapter always acts.
+    hooked, quantised or parametrised takes its own forward, so that an adapter always acts. `other` goes to those that
+    read a second source.
     """
+    others = [() if other is None or reads_nothing_else(p) else (other,) for p in projections]
     rows = [p.config.stem_rows(p.dims) if is_bare(p) else 0 for p in projections]
     fused = [p for p, n in zip(projections, rows, strict=True) if n and isinstance(p, Projection)]
     weights = [p.config.stem(p) for p in fused]
     if len(weights) < 2 or len({weight.dtype for weight in weights}) > 1:
-        return [p(x_BTD) for p in projections]
+        return [p(x_BTD, *also) for p, also in zip(projections, others, strict=True)]
     weight = torch.cat(weights)
     stems = torch.split(F.linear(x_BTD.to(weight.dtype), weight), rows, dim=-1)
     return [
-        p.config.head(p, stem, x_BTD) if n and isinstance(p, Projection) else p(x_BTD)
-        for p, n, stem in zip(projections, rows, stems, strict=True)
+        p.config.head(p, stem, x_BTD, *also) if n and isinstance(p, Projection) else p(x_BTD, *also)
+        for p, n, stem, also in zip(projections, rows, stems, others, strict=True)
     ]
+
+
+def reads_nothing_else(module: nn.Module) -> bool:
+    """Whether a projection, bare or wrapped, takes its input alone."""
+    return getattr(getattr(module, "config", None), "also_reads", None) is None
 
 
 def is_bare(module: nn.Module) -> TypeGuard[Projection]:
