@@ -243,9 +243,10 @@ class ModelConfig:
         return 1 / math.sqrt(self.head_width) if self.attention_scale is None else self.attention_scale
 
     @property
-    def embedding_scale(self) -> float:
-        """What the embeddings are multiplied by: without norms the signal has to enter at unit scale."""
-        return 1.0 if self.residual.norm_place != "none" else 1 / STD
+    def embedding_std(self) -> float:
+        """Standard deviation that embeddings start with. Without norms the signal has to enter at unit scale, and a
+        head tied to such an embedding is scaled back by 0.02."""
+        return STD if self.residual.norm_place != "none" else 1.0
 
 
 @lru_cache(maxsize=1024)

@@ -23,6 +23,7 @@ from qurve.model.init import initialize
 from qurve.model.positions import Learned, Rope, rotations
 from qurve.model.view import View
 from qurve.projections import Linear
+from qurve.projections.base import STD
 from qurve.runfolder import RunFolder
 
 Carried = tuple[Tensor | None, Tensor | None]
@@ -145,6 +146,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """The head: `[B, T, D]` -> `[B, T, V]`."""
+        if self.config.tie_embeddings and self.config.embedding_std != STD:
+            hidden_BTD = STD * hidden_BTD
         logits_BTV: Tensor = F.linear(hidden_BTD, self.head_weight)
         if (cap := self.config.logit_softcap) is not None:
             logits_BTV = cap * torch.tanh(logits_BTV.float() / cap)
@@ -159,8 +162,6 @@ class GPT(nn.Module):
         x_BTD = self.token_embedding(ids_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(view.positions_BT())
-        if config.embedding_scale != 1:
-            x_BTD = config.embedding_scale * x_BTD
         stream = config.residual.expand(F.dropout(x_BTD, config.dropout, self.training))
         carried: Carried = (None, None)
         balances = []

@@ -67,4 +67,5 @@ def _start(
         return starts[name], None
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and name == "weight":
         return 1.0, None
-    return 0.0, STD if parameter.dim() >= 2 else None
+    std = config.embedding_std if isinstance(module, nn.Embedding) else STD
+    return 0.0, std if parameter.dim() >= 2 else None

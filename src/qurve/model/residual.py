@@ -73,7 +73,7 @@ class Skip(ResidualConfig):
 
     Where a skip is missing, weights start so that the signal is kept: matrices on the way with a variance of one over
     their inputs, and attention shaped as `I + A - C` (C: uniform attention), which begins as the identity (He and
-    Hofmann, arXiv 2311.01906). Without norms the embeddings enter at unit scale.
+    Hofmann, arXiv 2311.01906). Without norms the embeddings start at unit scale.
     """
 
     norms: Literal["pre", "post", "none"] = "pre"
