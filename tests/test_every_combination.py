@@ -175,3 +175,31 @@ def test_compiles_without_a_graph_break(row: tuple[str, ...]) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         assert_close(compiled(ids_BT, **extra(model.config)), model(ids_BT, **extra(model.config)))
+
+
+def by_need(rows: tuple[Any, ...]) -> list[Any]:
+    """The three plainest rows are really compiled in every test run, the rest in the long one."""
+    quick = sorted(range(len(rows)), key=lambda i: words(rows[i]).count(","))[:3]
+    return [
+        pytest.param(row, id=f"{i}-{words(row)}", marks=() if i in quick else pytest.mark.slow)
+        for i, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.filterwarnings("default::UserWarning")  # of torch's tracer, on tensors that our code does not ask about
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # torch's own, as its compiler is imported
+@pytest.mark.parametrize("row", by_need(ROWS))
+def test_compiled_is_eager(row: tuple[str, ...]) -> None:
+    torch._dynamo.reset()
+    model, ids_BT = GPT(config_of(row), seed=1), tokens(2, 20)
+    more = {"prefix_B": torch.tensor([7, 5])} if model.config.attends == "prefix" else {}
+    results = []
+    for function in (model.loss, torch.compile(model.loss, dynamic=False)):
+        loss = function(ids_BT[:, :-1], ids_BT[:, 1:], **more)
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+        model.zero_grad()
+    (loss, gradients), (found, compiled) = results
+    assert_close(found, loss, atol=1e-5, rtol=1e-5)
+    for name, gradient in gradients.items():
+        assert (compiled[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
