@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pickle
 import re
 import runpy
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurve import accounting, presets
+from qurve import accounting, plugins, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.study.study_json import FORMAT, check_arm_name
@@ -122,6 +123,7 @@ def load_study(name: str) -> Study:
         )
     if not Path(name).is_file():
         raise BadInput(f"there is no file {name}")
+    plugins.make_importable(Path(name).parent)
     try:
         study = runpy.run_path(name).get("STUDY")
     except QurveError:
@@ -130,6 +132,13 @@ def load_study(name: str) -> Study:
         raise BadInput(f"{name} cannot be run: {type(error).__name__}: {error}") from error
     if not isinstance(study, Study):
         raise BadInput(f"{name} does not expose a qurve Study as STUDY")
+    try:
+        pickle.dumps(study)
+    except Exception as error:
+        raise BadInput(
+            f"{name} cannot be given to worker processes ({error}); define a kind of your own in a file beside the "
+            "study, and import it from there"
+        ) from None
     return study
 
 
