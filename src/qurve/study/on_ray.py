@@ -150,7 +150,7 @@ class RayWorkers:
 
 
 def _in_worker(path: list[str], call: bytes) -> Any:
-    """What can be imported where the study was started can be here, before a configuration that needs it is unpickled."""
+    """What can be imported where the study was started can be here, before a configuration needs it to be unpickled."""
     sys.path += [folder for folder in path if folder not in sys.path]
     function, arguments = pickle.loads(call)
     return function(*arguments)
