@@ -1,4 +1,4 @@
-"""What a study is: arms, seeds, a baseline. Two come built in; a Python file that exposes `STUDY` is one as well."""
+"""What a study is: arms, seeds, a baseline. Three come built in; a Python file that exposes `STUDY` is one as well."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 from qurve import accounting, plugins, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
+from qurve.presets import zoo
 from qurve.study.study_json import FORMAT, check_arm_name
 from qurve.train.config import RunConfig
 
@@ -241,4 +242,11 @@ def _paper() -> Study:
     return Study("paper", "Table 1 of the paper, at its scale, with three seeds", arms)
 
 
-BUILT_IN: dict[str, Callable[[], Study]] = {"small": _small, "paper": _paper}
+def _zoo() -> Study:
+    baseline = presets.get("zoo/baseline").model
+    arms = tuple(Arm(name, entry.label, presets.get(f"zoo/{name}")) for _, name, entry, _ in zoo.arms(baseline))
+    title = "One small run of each kind, at the baseline's rate: what everything costs, and no ranking"
+    return Study("zoo", title, arms, seeds=(1,))
+
+
+BUILT_IN: dict[str, Callable[[], Study]] = {"small": _small, "paper": _paper, "zoo": _zoo}
