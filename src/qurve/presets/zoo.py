@@ -57,7 +57,7 @@ ZOO: dict[str, dict[str, Entry]] = {
             "Res. GELU, R = D / 4", "Half as wide a bottleneck.", {"query": Bottleneck(width=32)}
         ),
         "res-gelu-full": Entry("Res. GELU, R = D", "Twice as wide a bottleneck.", {"query": Bottleneck(width=128)}),
-        "res-gelu-linear-anchor": Entry(
+        "res-gelu-anchored": Entry(
             "Res. GELU, linear anchor",
             "`(x W_Q + f(x)) / 2`: the form that a pretrained query weight can be taken over into.",
             {"query": ANCHORED},
