@@ -23,6 +23,12 @@ def test_the_guides_numbers_are_the_evidences() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.skipif(not (ROOT / "results/zoo.json").exists(), reason="the zoo was not run yet")
+def test_the_zoos_page_is_its_evidences() -> None:
+    checked = subprocess.run([sys.executable, "tools/zoo.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

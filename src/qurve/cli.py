@@ -114,7 +114,7 @@ def compare(
         Positional[str],
         arg(
             metavar="STUDY",
-            help="A built-in study (small, paper) or a Python file exposing STUDY; with --grid, a preset.",
+            help="A built-in study (small, paper, zoo) or a Python file exposing STUDY; with --grid, a preset.",
         ),
     ] = "small",
     grid: Annotated[

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from qurve.errors import BadInput, did_you_mean
+from qurve.plugins import load_plugins
 
 C = TypeVar("C")
 
@@ -77,6 +78,8 @@ def from_dict(cls: type[C], tree: Any, path: str = "") -> C:
     tree = dict(tree)
     if issubclass(cls, Choice):
         kind = tree.pop("kind", None)
+        if isinstance(kind, str) and kind not in cls.registry:
+            load_plugins()
         if not isinstance(kind, str) or kind not in cls.registry:
             raise BadInput(f"{_join(path, 'kind')} = {kind!r} is unknown{did_you_mean(str(kind), cls.registry)}")
         cls = cls.registry[kind]

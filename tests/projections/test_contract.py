@@ -21,8 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from leaves import another
 from qurve.config import content_hash, from_json, to_json
 from qurve.model.config import ModelConfig
+from qurve.plugins import load_plugins
 from qurve.projections import Bottleneck, Dims, Linear, ProjectionConfig, Residual
 from qurve.projections.module import STD, Projection, is_bare, project
+
+load_plugins()  # a kind from outside is held to the same
 
 D, WIDER = 12, 20
 """Input width, and the output width of the kinds that may have another."""

@@ -18,15 +18,15 @@ from qurve.projections import Linear
 class Killed(Linear):
     """Its process is gone without a word, as when the machine's memory is out."""
 
-    def build(self, d_in: int, d_out: int, *, bias: bool = False) -> Any:
+    def build(self, d_in: int, d_out: int, **more: Any) -> Any:
         if multiprocessing.parent_process() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().build(d_in, d_out, bias=bias)
+        return super().build(d_in, d_out, **more)
 
 
 @dataclass(frozen=True)
 class Failing(Linear):
-    def build(self, d_in: int, d_out: int, *, bias: bool = False) -> Any:
+    def build(self, d_in: int, d_out: int, **more: Any) -> Any:
         if multiprocessing.parent_process() is not None:
             raise RuntimeError("planted failure")
-        return super().build(d_in, d_out, bias=bias)
+        return super().build(d_in, d_out, **more)

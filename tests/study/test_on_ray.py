@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -110,6 +112,18 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(BadInput, match=re.escape("Ray is not installed: pip install 'qurve[ray]'")):
         RayWorkers(Cluster())
+
+
+def test_a_worker_can_import_what_the_study_could(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "far_away.py").write_text("class Kind: pass")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    path, call = list(sys.path), pickle.dumps((isinstance, (importlib.import_module("far_away").Kind(), object)))
+    sys.modules.pop("far_away")
+    monkeypatch.setattr(sys, "path", path[:-1])
+    importlib.invalidate_caches()
+    assert on_ray._in_worker(path, call) is True
+    assert sys.path == path
+    sys.modules.pop("far_away")
 
 
 @pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:x", "ray://head:10001", "head:6379/x"])

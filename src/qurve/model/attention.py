@@ -32,7 +32,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config.at(layer)
         for name, (kind, dims) in config.projections(layer).items():
-            self.add_module(name, Projection(kind, dims))
+            self.add_module(name, kind.build(dims.d_in, dims.d_out, bias=dims.bias, d_other=dims.d_other))
         norms = [nn.RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"]
         self.query_norm, self.key_norm = norms
         self.starts = {}

@@ -1,4 +1,4 @@
-"""What a study is: arms, seeds, a baseline. Two come built in; a Python file that exposes `STUDY` is one as well."""
+"""What a study is: arms, seeds, a baseline. Three come built in; a Python file that exposes `STUDY` is one as well."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pickle
 import re
 import runpy
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurve import accounting, presets
+from qurve import accounting, plugins, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
+from qurve.presets import zoo
 from qurve.study.study_json import FORMAT, check_arm_name
 from qurve.train.config import RunConfig
 
@@ -122,6 +124,7 @@ def load_study(name: str) -> Study:
         )
     if not Path(name).is_file():
         raise BadInput(f"there is no file {name}")
+    plugins.make_importable(Path(name).parent)
     try:
         study = runpy.run_path(name).get("STUDY")
     except QurveError:
@@ -130,6 +133,13 @@ def load_study(name: str) -> Study:
         raise BadInput(f"{name} cannot be run: {type(error).__name__}: {error}") from error
     if not isinstance(study, Study):
         raise BadInput(f"{name} does not expose a qurve Study as STUDY")
+    try:
+        pickle.dumps(study)
+    except Exception as error:
+        raise BadInput(
+            f"{name} cannot be given to worker processes ({error}); define a kind of your own in a file beside the "
+            "study, and import it from there"
+        ) from None
     return study
 
 
@@ -232,4 +242,11 @@ def _paper() -> Study:
     return Study("paper", "Table 1 of the paper, at its scale, with three seeds", arms)
 
 
-BUILT_IN: dict[str, Callable[[], Study]] = {"small": _small, "paper": _paper}
+def _zoo() -> Study:
+    baseline = presets.get("zoo/baseline").model
+    arms = tuple(Arm(name, entry.label, presets.get(f"zoo/{name}")) for _, name, entry, _ in zoo.arms(baseline))
+    title = "One small run of each kind, at the baseline's rate: what everything costs, and no ranking"
+    return Study("zoo", title, arms, seeds=(1,))
+
+
+BUILT_IN: dict[str, Callable[[], Study]] = {"small": _small, "paper": _paper, "zoo": _zoo}

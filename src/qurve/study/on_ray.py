@@ -7,10 +7,13 @@ imported when a cluster is asked for, and not before.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +66,7 @@ class RayWorkers:
             raise BadInput(f"no machine of the Ray cluster has {cluster.in_words}; a run would wait for ever")
         share = {"num_cpus": cluster.cpus_per_run, "num_gpus": cluster.gpus_per_run}
         # Ray would repeat a task on its own account, without a word: who counts the failures is `execute`.
-        self._make = self._ray.remote(**share, max_retries=0)(_make_once_free)
-        self._resolved = self._ray.remote(**share, max_retries=0)(resolved)
+        self._task = self._ray.remote(**share, max_retries=0)(_in_worker)
 
     def describe(self, threads: int) -> str:
         return (
@@ -75,7 +77,7 @@ class RayWorkers:
     def resolved(self, configs: list[RunConfig], data_folder: str) -> list[RunConfig]:
         if not self._cluster.gpus_per_run and any(config.train.device.startswith("cuda") for config in configs):
             raise BadInput("a run on a GPU needs one from Ray: add --gpus-per-run 1, or a share such as 0.5")
-        task = self._resolved.remote(configs, self._cluster.cpus_per_run, data_folder)
+        task = self._call(resolved, configs, self._cluster.cpus_per_run, data_folder)
         try:
             found: list[RunConfig] = self._ray.get(task)
         except self._ray.exceptions.RayError as error:
@@ -97,7 +99,7 @@ class RayWorkers:
         while waiting and len(self._running) < self.at_a_time:
             job = waiting.pop(0)
             device = job.config.train.device
-            self._running[self._make.remote(job, device, data_folder)] = job
+            self._running[self._call(_make_once_free, job, device, data_folder)] = job
 
     def ended(self, seconds: float) -> list[tuple[Job, Outcome]]:
         finished, _ = self._ray.wait(list(self._running), timeout=seconds)
@@ -117,6 +119,9 @@ class RayWorkers:
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._task.remote(sys.path, pickle.dumps((function, arguments)))
 
     def _outcome(self, reference: Any) -> Outcome:
         errors = self._ray.exceptions
@@ -142,6 +147,13 @@ class RayWorkers:
                 fits = min(fits, int(has.get("GPU", 0) / self._cluster.gpus_per_run + 1e-9))
             room += fits
         return room
+
+
+def _in_worker(path: list[str], call: bytes) -> Any:
+    """What can be imported where the study was started can be here, before a configuration needs it to be unpickled."""
+    sys.path += [folder for folder in path if folder not in sys.path]
+    function, arguments = pickle.loads(call)
+    return function(*arguments)
 
 
 def _make_once_free(job: Job, device: str, data_folder: str) -> Outcome:

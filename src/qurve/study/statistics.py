@@ -170,7 +170,10 @@ def overall_verdict(results: StudyResults) -> str:
     if not arms:
         return "There is no arm beside the baseline: nothing to compare."
     comparisons = [compare(results, arm) for arm in arms]
-    sentences = [f"{arm.label}: {pair.verdict}." for arm, pair in zip(arms, comparisons, strict=True)]
+    labels: dict[str, list[str]] = {}
+    for arm, pair in zip(arms, comparisons, strict=True):
+        labels.setdefault(pair.verdict, []).append(arm.label)
+    sentences = [f"{', '.join(alike)}: {verdict}." for verdict, alike in labels.items()]
     return " ".join([*sentences, *scope(results, comparisons)])
 
 

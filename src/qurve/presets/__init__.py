@@ -1,4 +1,4 @@
-"""Named configurations: the paper's arms, the small ones that `qurve compare` trains, and `smoke`.
+"""Named configurations: the paper's arms, the small ones that `qurve compare` trains, those of the zoo, and `smoke`.
 
 `paper/*` are the runs of "Beyond Linearity in Attention Projections" (arXiv 2603.13381) and of its repository: learning
 rates, floors, decays and widths as published. `PRINTED` holds Table 1's figures as they are printed there.
@@ -18,6 +18,7 @@ from qurve.errors import BadInput, did_you_mean
 from qurve.model.config import ModelConfig
 from qurve.model.feed_forward import Gated, MixtureOfExperts
 from qurve.model.positions import Rope
+from qurve.presets import zoo
 from qurve.projections import Bottleneck, Identity, Linear, ProjectionConfig, Residual
 from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 
@@ -43,13 +44,15 @@ PRINTED: dict[str, dict[str, str]] = {
 
 def get(name: str) -> RunConfig:
     """The configuration called `name`. Raises `BadInput` with the nearest name when there is none."""
-    if name not in _PRESETS:
+    if name in _PRESETS:
+        return _PRESETS[name]()
+    if name not in names():
         raise BadInput(f"there is no preset {name!r}{did_you_mean(name, names())}")
-    return _PRESETS[name]()
+    return zoo_runs()[name.removeprefix("zoo/")]
 
 
 def names() -> list[str]:
-    return list(_PRESETS)
+    return [*_PRESETS, *(f"zoo/{name}" for name in zoo_runs())]
 
 
 # ----------------------------------------------------------------------------------------------- the paper's protocol
@@ -170,6 +173,13 @@ def _modern(family: str, query: ProjectionConfig) -> RunConfig:
     return dataclasses.replace(
         baseline, model=dataclasses.replace(baseline.model, query=query, **MODERN_MODELS[family])
     )
+
+
+@cache
+def zoo_runs() -> dict[str, RunConfig]:
+    """One of each kind. Rate and floor are the small baseline's: no search was made for these either."""
+    baseline = get("small/baseline")
+    return {name: dataclasses.replace(baseline, model=model) for _, name, _, model in zoo.arms(baseline.model)}
 
 
 def _smoke() -> RunConfig:
