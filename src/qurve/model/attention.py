@@ -17,8 +17,15 @@ from qurve.model.cache import KeysValues
 from qurve.model.config import ModelConfig
 from qurve.model.positions import Rope, rotate
 from qurve.model.view import View
-from qurve.projections.functional import wide
+from qurve.projections.functional import normalize, wide
 from qurve.projections.module import Projection, project
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm over each head's channels, in float32 or wider whatever the dtypes of the input and the gain."""
+
+    def forward(self, x_BHTE: Tensor) -> Tensor:
+        return normalize("rmsnorm", x_BHTE, self.weight, None, self.eps or 0.0).to(x_BHTE.dtype)
 
 
 class Attention(nn.Module):
@@ -34,7 +41,7 @@ class Attention(nn.Module):
         self.config = config.at(layer)
         for name, (kind, dims) in config.projections(layer).items():
             self.add_module(name, Projection(kind, dims))
-        norms = [nn.RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"]
+        norms = [HeadNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"]
         self.query_norm, self.key_norm = norms
         self.starts = {}
         if not config.residual.attention_skip:

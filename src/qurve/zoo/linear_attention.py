@@ -67,5 +67,13 @@ class LinearAttention(MixerConfig):
             return 2 * (config.kv_heads + config.n_heads) * width * width
         return 4 * config.n_heads * width * seen  # phi(q) psi(k)^T, and its product with v
 
+    def decoding_flops(self, config: ModelConfig, held: int, new: int) -> int:
+        """Forward FLOPs per token of mixing `new` tokens with each other and with the sums, whatever those hold."""
+        width = config.head_width
+        return 4 * config.n_heads * width * new + 2 * (config.kv_heads + config.n_heads) * width * width
+
     def state_numbers(self, config: ModelConfig, length: int) -> int:
         return config.kv_heads * config.head_width * (config.head_width + 1)
+
+    def state_bytes(self, config: ModelConfig, length: int, dtype_bytes: int) -> int:
+        return max(dtype_bytes, 4) * self.state_numbers(config, length)

@@ -78,5 +78,10 @@ class MLPAttention(MixerConfig):
         logits = self.width(config) * (config.d_model + seen)
         return 2 * config.n_heads * (logits + averages * seen * config.head_width)
 
+    def mixing_backward_flops(self, config: ModelConfig, seen: int) -> int:
+        # the uniform average's weights take no gradient
+        uniform = 0 if config.residual.attention_skip else 2 * config.n_heads * config.head_width * seen
+        return 2 * self.mixing_flops(config, seen) - uniform
+
     def state_numbers(self, config: ModelConfig, length: int) -> int:
         return config.kv_heads * config.head_width * length
