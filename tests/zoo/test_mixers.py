@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -142,9 +141,12 @@ def test_linear_attention_averages_with_kernel_weights(attends: Any, maps: tuple
     assert_close(layer((x_TD[None],), view)[0], found_TO @ layer.output.weight.T, **tolerance)
 
 
-@pytest.mark.parametrize("padding", [0, 4])
-def test_mlp_attention_takes_its_weights_from_the_token_that_looks(padding: int) -> None:
-    config = tiny(MLPAttention(7), n_heads=4, n_kv_heads=2, d_head=6)
+@pytest.mark.parametrize(("padding", "window", "cap"), [(0, LENGTH, None), (4, LENGTH, 0.7), (2, 5, None)])
+def test_mlp_attention_takes_its_weights_from_the_token_that_looks(
+    padding: int, window: int, cap: float | None
+) -> None:
+    heads = {"n_heads": 4, "n_kv_heads": 2, "d_head": 6}
+    config = tiny(MLPAttention(7), window=window, attention_softcap=cap, **heads)
     layer, x_TD = layer_of(config), torch.randn(LENGTH, 18, dtype=torch.float64)
     values = heads_of(x_TD @ layer.value.weight.T, 2)
     rows = []
@@ -152,7 +154,8 @@ def test_mlp_attention_takes_its_weights_from_the_token_that_looks(padding: int)
         w1_FD, w2_CF = layer.hidden.weight.view(4, 7, 18)[head], layer.columns_HCF[head]
         for t in range(padding, LENGTH):
             logits_C = w2_CF @ (w1_FD @ x_TD[t]).relu()
-            seen = torch.arange(padding, t + 1)
+            logits_C = logits_C if cap is None else cap * torch.tanh(logits_C / cap)
+            seen = torch.arange(max(padding, t - window + 1), t + 1)
             rows.append(logits_C[seen - padding].softmax(-1) @ values[head // 2][seen])
     expected_TO = torch.stack(rows).view(4, LENGTH - padding, 6).transpose(0, 1).flatten(1)
     found_TD = layer((x_TD[None],), view_of(config, padding_B=torch.tensor([padding])))[0]
@@ -265,8 +268,10 @@ def test_decoding_is_counted_as_run(config: ModelConfig, held: int, new: int) ->
     for layer in range(config.n_layers):
         here = config.at(layer)
         others -= here.mixer.mixing_flops(here, LENGTH)
-        decoding = here.mixer.decoding_flops(here, held, new) if hasattr(here.mixer, "decoding_flops") else None
-        others += here.mixer.mixing_flops(here, held + new) if decoding is None else decoding
+        if isinstance(here.mixer, LinearAttention):
+            others += here.mixer.decoding_flops(here, held, new)
+        else:
+            others += here.mixer.mixing_flops(here, held + new)
     assert counter.get_total_flops() == others * 2 * new
 
 
@@ -397,7 +402,9 @@ def test_widths_below_one_are_refused() -> None:
 
 
 def test_mlp_attention_drops_weights_in_training() -> None:
-    config = dataclasses.replace(tiny(MLPAttention()), dropout=0.5)
+    config = tiny(MLPAttention(), dropout=0.5)
     layer, x_BTD = layer_of(config), torch.randn(1, LENGTH, 18, dtype=torch.float64)
-    usual_BTD = layer((x_BTD,), view_of(config))
-    assert not torch.equal(usual_BTD, layer.train()((x_BTD,), view_of(config)))
+    usual_BHTE = layer.mixed((x_BTD,), view_of(config), None, None)
+    assert torch.equal(layer.mixed((x_BTD,), view_of(config), None, None), usual_BHTE)
+    dropped_BHTE = layer.train().mixed((x_BTD,), view_of(config), None, None)
+    assert (dropped_BHTE != usual_BHTE).any(-1).float().mean() > 0.5

@@ -20,12 +20,13 @@ class Primer(Softmax):
     """Softmax attention whose queries, keys and values are convolved over time (So et al., arXiv 2109.08668).
 
     The convolution is causal and depthwise: each channel of each head is a weighted sum of itself in the last `width`
-    tokens. It comes right after the projections, before QK-norm and rotations, and starts as the identity. It is
-    causal with bidirectional and prefix attention too, and a window counts convolved keys, so that a token is moved by
-    up to `width - 1` others before its window.
+    tokens. It comes right after the projections, before QK-norm and rotations, and starts as the identity. It looks
+    back alone whatever `model.attends` says; a window limits attention, whose keys and values have each taken in up to
+    `width - 1` tokens before it.
 
-    Parameters added: `width * (H + 2 G) * E`. FLOPs: none of matrix products. Decoding keeps keys and values and the
-    last `width - 1` projected tokens. Primer's other part, squared ReLU, is `model.mlp.activation = relu2`.
+    Parameters added: `width * (H + 2 G) * E`. Its FLOPs, elementwise, are not counted, like those of norms. Decoding
+    keeps keys and values, and the last `width - 1` projected tokens. Primer's other part, squared ReLU, is
+    `model.mlp.activation = relu2`.
     """
 
     width: int = 3

@@ -37,7 +37,7 @@ class PrimerAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int, width: int) -> None:
         super().__init__(config, layer)
         channels = (config.n_heads + 2 * config.kv_heads) * config.head_width
-        self.kernel_WO = nn.Parameter(torch.zeros(width, channels))
+        self.kernel_WO = nn.Parameter(torch.empty(width, channels))
         self.starts = {**self.starts, "kernel_WO": 0.0}
 
     def projected(
