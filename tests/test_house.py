@@ -87,6 +87,7 @@ LIGHT = [
     "qurve.presets",
     "qurve.projections",
     "qurve.runfolder",
+    "qurve.zoo",
 ]
 HEAVY = ["torch", "scipy", "matplotlib", "tiktoken", "pandas", "pyarrow", "datasets"]
 

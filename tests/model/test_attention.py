@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from qurve.model import attention
-from qurve.model.attention import SHORT, attend
+from qurve.model.attention import SHORT, HeadNorm, attend
 from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.model.view import View
@@ -108,3 +108,12 @@ def test_identity_query_needs_no_weight() -> None:
     linear.load_state_dict(identity.state_dict() | halves)
     ids_BT = torch.randint(17, (2, 11))
     assert_close(linear(ids_BT), identity(ids_BT))
+
+
+def test_heads_are_normalised_in_float32_and_handed_on_in_their_dtype() -> None:
+    norm, x = HeadNorm(8, 1e-5), torch.randn(2, 3, 5, 8)
+    with torch.no_grad():
+        norm.weight += torch.randn(8)
+    assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-5))
+    half = x.bfloat16()
+    assert torch.equal(norm(half), norm(half.float()).bfloat16())

@@ -7,6 +7,7 @@ width.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,15 @@ from qurve.model.cache import KeysValues
 from qurve.model.config import ModelConfig
 from qurve.model.positions import Rope, rotate
 from qurve.model.view import View
-from qurve.projections.functional import wide
+from qurve.projections.functional import normalize, wide
 from qurve.projections.module import Projection, project
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm over each head's channels, in float32 or wider whatever the dtypes of the input and the gain."""
+
+    def forward(self, x_BHTE: Tensor) -> Tensor:
+        return normalize("rmsnorm", x_BHTE, self.weight, None, self.eps or 0.0).to(x_BHTE.dtype)
 
 
 class Attention(nn.Module):
@@ -33,7 +41,7 @@ class Attention(nn.Module):
         self.config = config.at(layer)
         for name, (kind, dims) in config.projections(layer).items():
             self.add_module(name, kind.build(dims.d_in, dims.d_out, bias=dims.bias, d_other=dims.d_other))
-        norms = [nn.RMSNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"]
+        norms = [HeadNorm(config.head_width, config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"]
         self.query_norm, self.key_norm = norms
         self.starts = {}
         if not config.residual.attention_skip:
@@ -41,18 +49,22 @@ class Attention(nn.Module):
             self.starts = {"shaping_3H": 1.0}
 
     def forward(
-        self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None = None, state: KeysValues | None = None
+        self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None = None, state: Any = None
     ) -> Tensor:
-        q_BHTE, k_BGTE, v_BGTE = (self.heads(t) for t in self.projected(inputs, hidden))
-        q_BHTE, k_BGTE = self.query_norm(q_BHTE), self.key_norm(k_BGTE)
-        if view.rotation is not None and isinstance(self.config.positions, Rope):
-            q_BHTE, k_BGTE = (rotate(self.config.positions, t, view.rotation) for t in (q_BHTE, k_BGTE))
-        y_BHTE = self.mix(q_BHTE, k_BGTE, v_BGTE, view, state)
+        y_BHTE = self.mixed(inputs, view, hidden, state)
         x_BTD = inputs[0][..., : self.config.d_model]
         y_BTD = project([self.output], y_BHTE.transpose(1, 2).flatten(2), x_BTD)[0]
         return F.dropout(y_BTD, self.config.dropout, self.training)
 
-    def projected(self, inputs: tuple[Tensor, ...], hidden: Tensor | None) -> list[Tensor]:
+    # What other mixers replace: the whole way to the heads' outputs, or one stretch of it.
+
+    def mixed(self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None, state: Any) -> Tensor:
+        """The heads' outputs `[B, H, T, E]`."""
+        q_BHTE, k_BGTE, v_BGTE = (self.heads(t) for t in self.projected(inputs, view, hidden, state))
+        q_BHTE, k_BGTE = (self.rotated(t, view) for t in (self.query_norm(q_BHTE), self.key_norm(k_BGTE)))
+        return self.mix(q_BHTE, k_BGTE, v_BGTE, view, state)
+
+    def projected(self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None, state: Any) -> list[Tensor]:
         """Queries, keys and values `[B, T, O]`; one matrix product where they have one input."""
         projections = [self.query, self.key, self.value]
         if len(inputs) == 1:
@@ -62,6 +74,12 @@ class Attention(nn.Module):
     def heads(self, t_BTO: Tensor) -> Tensor:
         """`[B, T, H E]` -> `[B, H, T, E]`."""
         return t_BTO.view(*t_BTO.shape[:2], -1, self.config.head_width).transpose(1, 2)
+
+    def rotated(self, t_BHTE: Tensor, view: View) -> Tensor:
+        """Queries or keys turned to their positions, where those are rotary."""
+        if view.rotation is None or not isinstance(self.config.positions, Rope):
+            return t_BHTE
+        return rotate(self.config.positions, t_BHTE, view.rotation)
 
     def mix(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, view: View, state: KeysValues | None) -> Tensor:
         """What each head's query finds, `[B, H, T, E]`."""
@@ -73,10 +91,13 @@ class Attention(nn.Module):
         y_BHTE = attention(q_BHTE, k_BGTE, v_BGTE, dropout=dropout)
         if config.residual.attention_skip:
             return y_BHTE
-        # a A + b I - c C: the identity while queries and keys are small, and A is next to the uniform C.
-        a_H11, b_H11, c_H11 = self.shaping_3H[..., None, None]
         uniform_BHTE = attention(torch.zeros_like(q_BHTE), k_BGTE, v_BGTE, dropout=0.0)
-        own_BHTE = v_new_BGTE.repeat_interleave(config.n_heads // config.kv_heads, dim=1)
+        return self.shaped(y_BHTE, v_new_BGTE, uniform_BHTE)
+
+    def shaped(self, y_BHTE: Tensor, v_BGTE: Tensor, uniform_BHTE: Tensor) -> Tensor:
+        """`a A + b I - c C`: the identity while the logits are small, and the attention A is next to the uniform C."""
+        a_H11, b_H11, c_H11 = self.shaping_3H[..., None, None]
+        own_BHTE = v_BGTE.repeat_interleave(self.config.n_heads // self.config.kv_heads, dim=1)
         shaped_BHTE: Tensor = a_H11 * y_BHTE + b_H11 * own_BHTE - c_H11 * uniform_BHTE
         return shaped_BHTE
 
@@ -124,12 +145,17 @@ def _attend_capped(
 ) -> Tensor:
     """The same, written out, with `softcap * tanh(logits / softcap)` before the softmax: torch's own takes no cap."""
     groups = q_BHTE.shape[1] // k_BGSE.shape[1]
-    k_BHSE, v_BHSE = (t.repeat_interleave(groups, dim=1) for t in (k_BGSE, v_BGSE))
+    k_BHSE = k_BGSE.repeat_interleave(groups, dim=1)
     logits_BHTS = scale * wide(q_BHTE @ k_BHSE.transpose(-1, -2))
-    logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
+    return average(softcap * torch.tanh(logits_BHTS / softcap), v_BGSE, mask=mask, dropout=dropout)
+
+
+def average(logits_BHTS: Tensor, v_BGSE: Tensor, *, mask: tuple[Tensor | None, bool], dropout: float = 0.0) -> Tensor:
+    """`softmax(logits + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it, the logits in float32 or wider."""
+    v_BHSE = v_BGSE.repeat_interleave(logits_BHTS.shape[1] // v_BGSE.shape[1], dim=1)
     visible, is_causal = mask
     if is_causal:
-        visible = torch.ones(logits_BHTS.shape[-2:], dtype=torch.bool, device=q_BHTE.device).tril()
+        visible = torch.ones(logits_BHTS.shape[-2:], dtype=torch.bool, device=logits_BHTS.device).tril()
     if visible is not None:
         logits_BHTS = logits_BHTS.masked_fill(~visible, -torch.inf)
     weight_BHTS = F.dropout(logits_BHTS.softmax(-1), dropout)
