@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qurve import zoo as zoo  # registers its kinds, whatever is imported first
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
