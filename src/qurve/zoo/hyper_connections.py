@@ -43,7 +43,8 @@ class HyperConnections(ResidualConfig):
     reason no output matrix starts larger.
 
     r, w, M and the scales are stored flat, so that they get no weight decay, as in the source; W gets it. Under
-    `manifold` the M of the first and of the last sublayer change nothing: equal streams stay equal, and the mean stays.
+    `manifold` the M of the first and of the last sublayer change nothing: averages of equal streams are equal to them,
+    and what sums to one over the columns leaves the mean as it is.
     """
 
     streams: int = 4

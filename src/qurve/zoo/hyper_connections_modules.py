@@ -97,8 +97,10 @@ class Dynamic(Static):
         self.starts |= {"read_matrix": 0.0, "write_matrix": 0.0, "scales": SCALE}
 
     def reading(self, h_BTND: Tensor) -> Tensor:
-        scale, _ = wide(self.scales)
-        return super().reading(h_BTND) + scale * self.made_of(h_BTND, self.read_matrix).transpose(-1, -2)
+        mix_scale, _ = wide(self.scales)
+        made_BTRN = self.made_of(h_BTND, self.read_matrix).transpose(-1, -2)
+        read_BTRN: Tensor = super().reading(h_BTND) + mix_scale * made_BTRN
+        return read_BTRN
 
     def writing(self, h_BTND: Tensor) -> tuple[Tensor, Tensor]:
         write_N, mix_NN = super().writing(h_BTND)
@@ -107,7 +109,8 @@ class Dynamic(Static):
         return write_N + write_scale * write_BTN1.squeeze(-1), mix_NN + mix_scale * mix_BTNN.transpose(-1, -2)
 
     def made_of(self, h_BTND: Tensor, matrix: Tensor) -> Tensor:
-        return F.linear(normalize(self.norm, h_BTND, None, None, self.norm_eps), wide(matrix)).tanh()
+        normed_BTND = normalize(self.norm, h_BTND, None, None, self.norm_eps)
+        return torch.tanh(F.linear(normed_BTND, wide(matrix)))
 
 
 class Manifold(Static):
@@ -138,10 +141,10 @@ class Manifold(Static):
         return MIX_OWN * torch.eye(self.streams)
 
     def reading(self, h_BTND: Tensor) -> Tensor:
-        scale, _, _ = wide(self.scales)
+        read_scale, _, _ = wide(self.scales)
         made_BTM = self.made_of(h_BTND, self.read_matrix)
         made_BTRN = made_BTM.view(*made_BTM.shape[:2], self.inputs, self.streams)
-        return torch.sigmoid(super().reading(h_BTND) + scale * made_BTRN)
+        return torch.sigmoid(super().reading(h_BTND) + read_scale * made_BTRN)
 
     def writing(self, h_BTND: Tensor) -> tuple[Tensor, Tensor]:
         n = self.streams
@@ -158,7 +161,8 @@ class Manifold(Static):
 def sinkhorn(logits_NN: Tensor, steps: int = SINKHORN_STEPS) -> Tensor:
     """`exp(logits)` with its columns and its rows divided by their sums, in turn: towards a doubly stochastic matrix.
 
-    In logarithms, so that no sum is ever zero. The rows come last and sum to one exactly.
+    In logarithms, so that no sum is ever zero. The rows come last and sum to one exactly, the columns as far as the
+    steps have come: to about a hundredth where a matrix is close to a permutation, where they come slowly.
     """
     for _ in range(steps):
         logits_NN = logits_NN - logits_NN.logsumexp(-2, keepdim=True)
