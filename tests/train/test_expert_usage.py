@@ -47,6 +47,7 @@ def test_blocks_with_shared_weights_are_told_apart(data: TokenData, tmp_path: Pa
     assert first != second
 
 
+@pytest.mark.slow
 def test_usage_is_seen_through_a_compiled_loss(data: TokenData) -> None:
     config = tiny(*EXPERTS)
     usages = []

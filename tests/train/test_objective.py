@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,6 +58,7 @@ def test_every_objective_is_tried_here() -> None:
 # -------------------------------------------------------------------------------------------------------------- batches
 
 
+@hypothesis_settings(max_examples=20)
 @given(st.integers(2, 40), st.floats(0.001, 0.999), st.integers(0, 5), st.integers(1, 4))
 def test_counts_are_those_of_the_prepared_targets(context: int, rate: float, step: int, number: int) -> None:
     shape = {"n_layers": 1, "d_model": 2, "n_heads": 1, "d_ff": 1, "context": context, "vocab_size": 100}
@@ -172,7 +174,7 @@ def test_what_counts_cannot_be_seen_and_the_rest_can(kind: str, data: TokenData)
             assert targets[0, length - 1] != IGNORED
 
 
-@pytest.mark.parametrize("kind", ["mlm", "prefix"])
+@pytest.mark.parametrize("kind", [pytest.param("mlm", marks=pytest.mark.slow), "prefix"])
 def test_the_loss_compiles_whole(kind: str, data: TokenData) -> None:
     config = tiny(*SETTINGS[kind])
     loss = Loss(GPT(config.model, seed=1))
@@ -187,7 +189,7 @@ def test_the_loss_compiles_whole(kind: str, data: TokenData) -> None:
 @pytest.fixture(scope="module")
 def trained(data: TokenData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
     folder = tmp_path_factory.mktemp("trained")
-    changes = ("train.steps=40", "eval.every=10")
+    changes = ("train.steps=25", "eval.every=25")
     return {kind: train(tiny(*SETTINGS[kind], *changes), folder / kind, data) for kind in SETTINGS}
 
 
@@ -250,25 +252,25 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_by_bit(
     assert_same(RunFolder(tmp_path / "run"), alone)
 
 
-def test_many_processes_make_the_run_of_one(data: TokenData, tmp_path: Path) -> None:
-    shared = ("train.steps=2", "train.tokens_per_step=256", "train.micro_batch=2", "eval.windows=5", "train.lr=3e-3")
-    jobs, alone = [], {}
-    for mode, more in (("ddp", ("model.mlp=moe", "model.share_blocks=true")), ("fsdp", ())):
-        settings = (*shared, *PREFIX, *more)
-        alone[mode] = train(tiny(*settings), tmp_path / mode, data)
-        jobs.append([str(tmp_path / f"{mode}-2"), *settings, f"train.parallel={mode}"])
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("ddp", "prefix"), *(pytest.param("fsdp", kind, marks=pytest.mark.slow) for kind in ("mlm", "prefix"))],
+)
+def test_two_processes_make_the_run_of_one(mode: str, kind: str, data: TokenData, tmp_path: Path) -> None:
+    shape = ("train.steps=2", "train.tokens_per_step=256", "train.micro_batch=2", "eval.windows=5", "train.lr=3e-3")
+    settings = (*shape, *SETTINGS[kind], "model.mlp=moe", "model.mlp.experts=3", "model.share_blocks=true")
+    one, many = train(tiny(*settings), tmp_path / "one", data), RunFolder(tmp_path / "many")
+    jobs = json.dumps([[str(many.path), *settings, f"train.parallel={mode}"]])
     script = Path(__file__).parents[1] / "spread_training.py"
-    for process in together(2, str(script), str(data.folder), json.dumps(jobs)):
+    for process in together(2, str(script), str(data.folder), jobs):
         assert process.returncode == 0, process.stderr
-    for mode, one in alone.items():
-        many = RunFolder(tmp_path / f"{mode}-2")
-        for ours, theirs in zip(many.metrics(), one.metrics(), strict=True):
-            assert ours.keys() == theirs.keys()
-            assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
-            assert ours["tokens"] == theirs["tokens"]
-            assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-2)
+    for ours, theirs in zip(many.metrics(), one.metrics(), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-2)
     # Of the same weights: later ones differ in their last bits, and may choose otherwise.
-    ours, theirs = (run.eval_lines()[0]["expert_usage"] for run in (RunFolder(tmp_path / "ddp-2"), alone["ddp"]))
+    ours, theirs = (run.eval_lines()[0]["expert_usage"] for run in (many, one))
     assert ours == [pytest.approx(shares, abs=1e-9) for shares in theirs]
 
 
