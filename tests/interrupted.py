@@ -161,11 +161,11 @@ def cut_short(config: RunConfig, out: Path, data: TokenData, how: str, step: int
         return
     batch, asked = loop.batch, []
 
-    def batch_and_signal(config: RunConfig, split: Any, starts: Any) -> Any:
+    def batch_and_signal(config: RunConfig, split: Any, *which: Any) -> Any:
         if how == "evaluation" and split.name != "train" and RunFolder(out).last_step() >= step and not asked:
             asked.append(step)
             ask_to_stop()  # this part is still measured, the next one is not
-        return batch(config, split, starts)
+        return batch(config, split, *which)
 
     actions = {"lost": lose, "signal": ask_to_stop}
     with contextlib.suppress(Lost, Stopped), patching() as patch:

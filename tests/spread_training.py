@@ -24,10 +24,10 @@ def ask_one_process_to_stop_in_an_evaluation(rank: int) -> None:
     """All must agree on it: one that left its evaluation alone would keep the others waiting."""
     batch = loop.batch
 
-    def signalling(config: Any, split: Any, starts: Any) -> Any:
+    def signalling(config: Any, split: Any, *which: Any) -> Any:
         if rank == 1 and split.name == "val":
             signal.raise_signal(signal.SIGTERM)
-        return batch(config, split, starts)
+        return batch(config, split, *which)
 
     loop.batch = signalling
 

@@ -35,7 +35,7 @@ from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 
 RICH = RunConfig(ModelConfig(query=Bottleneck("linear"), key=Bottleneck("none")))
 """A configuration with leaves of every type."""
-LEAVES = list(leaves(RICH))
+LEAVES = [leaf for leaf in leaves(RICH) if leaf.path != "model.attends"]  # which goes with the objective
 every_leaf = pytest.mark.parametrize("leaf", LEAVES, ids=[leaf.path for leaf in LEAVES])
 
 
@@ -207,7 +207,7 @@ def test_hash_is_one_in_every_process() -> None:
 
 
 def words(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, tuple) else str(value)
+    return json.dumps(to_dict(value)) if isinstance(value, tuple) else str(value)
 
 
 @every_leaf
@@ -264,6 +264,17 @@ def test_settings_apply_in_order() -> None:
     assert (config.model.query, config.train.steps) == (Bottleneck(width=9), 2)
     assert apply_settings(config, ["model.query=bottleneck"]).model.query == Bottleneck()
     assert apply_settings(config, []) is config
+
+
+def test_settings_have_to_fit_together_only_when_all_are_made() -> None:
+    fitting = ["model.d_model=18", "model.n_heads=3", "model.query=bottleneck", "model.query.width=5"]
+    for settings in (fitting, [fitting[1], fitting[0], *fitting[2:]]):
+        model = apply_settings(RunConfig(), settings).model
+        assert (model.d_model, model.n_heads, model.query) == (18, 3, Bottleneck(width=5))
+    with pytest.raises(BadInput, match=r"^model\.d_model = 19 does not divide into model\.n_heads = 3"):
+        apply_settings(RunConfig(), ["model.d_model=19", "model.n_heads=3", "train.steps=1"])
+    with pytest.raises(BadInput, match=r"^--set model\.query\.width=0: width = 0"):
+        apply_settings(RICH, ["train.steps=1", "model.query.width=0", "train.steps=2"])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ that comes in several kinds (a projection, say) is a subclass of `Choice`: in JS
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -178,14 +179,30 @@ def apply_settings(config: C, settings: Iterable[str]) -> C:
     """Apply `path=value` settings in order, each resolved and type-checked against the tree.
 
     `model.query=linear` replaces a choice by another kind's defaults, `model.query.width=64` sets a field of the
-    present kind. Raises `BadInput` naming the setting and the nearest right name.
+    present kind. Raises `BadInput` naming the setting and the nearest right name. Only what comes out of all of them
+    has to fit together: one may ask for what a later one makes possible.
     """
+    draft, trouble, blamed = config, "", ""
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals or not path.strip():
             raise BadInput(f"--set {setting!r}: write it as path=value, for example model.dropout=0.1")
-        config = _set(config, path.strip().split("."), text.strip(), path.strip())
+        draft = _set(draft, path.strip().split("."), text.strip(), path.strip())
+        try:
+            config, trouble = _checked(draft), ""
+        except ValueError as error:
+            if str(error) != trouble:
+                trouble = str(error)
+                blamed = trouble if isinstance(error, BadInput) else f"--set {path.strip()}={text.strip()}: {error}"
+    if trouble:
+        raise BadInput(blamed)
     return config
+
+
+def _checked(draft: C) -> C:
+    """A configuration anew, from its leaves up, with the checks that `_set` leaves out."""
+    fields = {f.name: getattr(draft, f.name) for f in dataclasses.fields(draft)}  # type: ignore[arg-type]
+    return type(draft)(**{name: _checked(v) if dataclasses.is_dataclass(v) else v for name, v in fields.items()})
 
 
 def _set(config: Any, names: list[str], text: str, path: str) -> Any:
@@ -202,11 +219,13 @@ def _set(config: Any, names: list[str], text: str, path: str) -> Any:
             if len(names) > 1
             else _parse(hints[name], _literal(text, hints[name]), path)
         )
-        return dataclasses.replace(config, **{name: value})
     except BadInput:
         raise
     except ValueError as error:
         raise BadInput(f"--set {path}={text}: {error}") from None
+    changed = copy.copy(config)  # whose checks are made when all is set
+    object.__setattr__(changed, name, value)
+    return changed
 
 
 def _literal(text: str, hint: Any) -> Any:

@@ -9,7 +9,9 @@
 
 Training lines of `metrics.jsonl`: `step loss lr grad_norm tokens seconds batch_sha`. `step` counts finished updates
 from 1, update k uses order index k - 1; `tokens` and `seconds` are cumulative over training alone (evaluation and
-compilation are not in `seconds`). Evaluation lines: `step split loss tokens`, after update `step` (0: untrained).
+compilation are not in `seconds`). Evaluation lines: `step split loss tokens`, after update `step` (0: untrained);
+`tokens` counts those that the loss is on. With a mixture of experts they have `expert_usage` too: for each block, the
+share of its tokens' choices that each expert got (an empty list for a block without experts).
 """
 
 from __future__ import annotations

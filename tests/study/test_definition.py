@@ -189,6 +189,22 @@ def test_arms_that_are_not_compared_alike_are_refused(setting: str) -> None:
         Study("unequal", "Unequal", arms)
 
 
+def test_every_arm_predicts_the_same() -> None:
+    mlm = ("train.objective=mlm", "model.attends=bidirectional")
+    arms = (Arm("baseline", "Baseline", tiny()), Arm("other", "Other", tiny(*mlm)))
+    with pytest.raises(BadInput, match=r"every arm needs the same model\.attends"):
+        Study("s", "S", arms)
+    arms = tuple(Arm(f"rate-{rate}", "Arm", tiny(*mlm, f"train.objective.rate={rate}")) for rate in ("0.1", "0.2"))
+    with pytest.raises(BadInput, match=r"every arm needs the same train\.objective\.rate"):
+        Study("s", "S", arms, baseline="rate-0.1")
+    for axis in ("train.objective=causal,mlm", "train.objective.rate=0.1,0.2", "model.attends=causal,prefix"):
+        with pytest.raises(BadInput, match="every arm of a study needs the same"):
+            grid_study("smoke", [axis], mlm)
+    study = grid_study("smoke", ["model.query=linear,bottleneck"], mlm)
+    assert {arm.config.train.objective.kind for arm in study.arms} == {"mlm"}
+    assert load_study("small").change(mlm).arms[2].config.model.attends == "bidirectional"
+
+
 def test_arms_are_compared_on_val() -> None:
     with pytest.raises(BadInput, match="compared on val"):
         Study("blind", "Blind", (Arm("baseline", "Baseline", tiny('eval.splits=["train"]')),))

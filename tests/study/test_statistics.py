@@ -219,6 +219,15 @@ def test_overall_verdict_says_what_it_does_not_cover(tmp_path):
     words = overall_verdict(load(write_study(tmp_path / "two", (BASELINE, NONLINEAR), search=False)))
     assert "not corrected" not in words
     assert "not tuned by a recorded search" in words
+    assert "Losses are on" not in words
+
+
+@pytest.mark.parametrize("kind", ["mlm", "prefix"])
+def test_the_verdict_says_which_tokens_the_loss_is_on(kind, tmp_path):
+    arms = [arm(name, name, config=fake_study.config(train__objective={"kind": kind})) for name in ("baseline", "b")]
+    words = overall_verdict(load(write_study(tmp_path, tuple(arms))))
+    tokens = {"mlm": "masked tokens", "prefix": "tokens after the prefix"}[kind]
+    assert f"Losses are on the {tokens} alone." in words
     assert "nothing to compare" in overall_verdict(load(write_study(tmp_path / "one", (fake_study.BASELINE,))))
 
 

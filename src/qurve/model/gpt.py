@@ -99,6 +99,8 @@ class GPT(nn.Module):
         self.final_norm = build_norm(config) if config.residual.norm_place == "pre" else nn.Identity()
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         initialize(self, config, seed)
+        self.expert_usage: dict[int, Tensor] = {}
+        """Each expert's share of the choices `[N]` in the last forward pass, by block, where there are experts."""
 
     @classmethod
     def from_run(cls, folder: str | os.PathLike[str]) -> GPT:
@@ -164,12 +166,14 @@ class GPT(nn.Module):
             x_BTD = x_BTD + self.position_embedding(view.positions_BT())
         stream = config.residual.expand(F.dropout(x_BTD, config.dropout, self.training))
         carried: Carried = (None, None)
-        balances = []
+        balances, usage = [], {}
         for layer in range(config.n_layers):
             block = self.blocks[0 if config.share_blocks else layer]
             stream, carried = block(stream, view, carried, None if cache is None else cache.states[layer])
             if isinstance(block.mlp, ExpertFeedForward):
                 balances.append(block.mlp.kind.balance * block.mlp.balance_loss)
+                usage[layer] = block.mlp.usage_N
+        self.expert_usage = usage
         if cache is not None:
             cache.filled += view.length
         y_BTD: Tensor = self.final_norm(config.residual.collapse(stream))

@@ -35,7 +35,17 @@ class Arm:
         check_arm_name(self.name)
 
 
-SHARED = ("data.", "eval.", "train.device", "train.threads", "train.steps", "train.stop_at", "model.context")
+SHARED = (
+    "data.",
+    "eval.",
+    "train.device",
+    "train.threads",
+    "train.steps",
+    "train.stop_at",
+    "model.context",
+    "model.attends",
+    "train.objective",
+)
 """What every arm of a study must have alike: else a difference is not one of the arms."""
 
 
@@ -63,6 +73,7 @@ class Study:
         for arm in self.arms:
             for path, (others, mine) in differences(first, arm.config).items():
                 if path.startswith(SHARED):
+                    path = path.removesuffix(".kind")
                     raise BadInput(
                         f"study {self.name}: every arm needs the same {path}, and {arm.name} has {mine!r} "
                         f"where {self.arms[0].name} has {others!r}; --set {path}=… changes all of them"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qurve.study.results import Arm, Run, StudyResults
+from qurve.train.objective import loss_is_on
 
 ROW_KEYS = (
     "arm",
@@ -180,6 +181,8 @@ def overall_verdict(results: StudyResults) -> str:
 def scope(results: StudyResults, comparisons: Sequence[Comparison]) -> list[str]:
     """What the verdicts do not cover, in sentences."""
     sentences = []
+    if tokens := loss_is_on(results.baseline.setting("train.objective.kind")):
+        sentences.append(f"Losses are on the {tokens} alone.")
     if any(pair.outcome != "none" for pair in comparisons):
         sentences.append(
             "This holds for this model size, this data and this training length; it says nothing of others."

@@ -8,6 +8,7 @@ from typing import Literal
 from qurve.config import NOT_HASHED, check_values
 from qurve.errors import BadInput
 from qurve.model.config import ModelConfig
+from qurve.train.objective import Causal, ObjectiveConfig
 
 Precision = Literal["auto", "float32", "bf16"]
 
@@ -42,6 +43,8 @@ class TrainConfig:
 
     seed: int = 1
     """Varies the initial weights, the dropout, and, unless `data.order_seed` is given, the order of the data."""
+    objective: ObjectiveConfig = field(default_factory=Causal)
+    """What is predicted, in training and in evaluation."""
     steps: int = 60_000
     """Updates of the full schedule."""
     stop_at: int | None = field(default=None, metadata=NOT_HASHED)
@@ -149,6 +152,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
+        self.train.objective.check(self.model)
 
     @property
     def checkpoint_every(self) -> int:

@@ -134,8 +134,8 @@ class Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        return self.model.loss(ids_BT, targets_BT)
+    def forward(self, ids_BT: Tensor, targets_BT: Tensor, prefix_B: Tensor | None = None) -> Tensor:
+        return self.model.loss(ids_BT, targets_BT, prefix_B)
 
 
 def spread(model: GPT, settings: TrainConfig, world: World) -> nn.Module:
@@ -221,6 +221,19 @@ def all_finite(tensor: Tensor) -> bool:
     if dist.is_initialized():
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     return bool(finite)
+
+
+def first_non_finite(model: GPT, loss: Tensor) -> str:
+    """What stopped being finite, by name: a weight, else the loss, else a gradient. Collective."""
+    for name, parameter in model.named_parameters():
+        if not all_finite(parameter):
+            return f"the weight {name} is not finite"
+    if not torch.isfinite(loss):
+        return f"the loss is {loss.item()}"
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not all_finite(parameter.grad):
+            return f"the gradient of {name} is not finite"
+    return "the gradient's norm is not finite"
 
 
 def gradient_norm(model: GPT) -> Tensor:

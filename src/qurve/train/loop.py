@@ -24,17 +24,26 @@ from qurve.model.init import stream_seed
 from qurve.runfolder import RunFolder, Status
 from qurve.train.checkpoint import load_checkpoint, prune, save_checkpoint
 from qurve.train.config import RunConfig
-from qurve.train.distributed import ALONE, World, accumulating, all_finite, gradient_norm, lost_connection, spread
+from qurve.train.distributed import (
+    ALONE,
+    World,
+    accumulating,
+    all_finite,
+    first_non_finite,
+    gradient_norm,
+    lost_connection,
+    spread,
+)
 from qurve.train.optim import build_optimizer
 from qurve.train.progress import Progress
 from qurve.train.resume import Resume, decide, find_checkpoint
 from qurve.train.runtime import autocast, describe, machine_settings, no_compiler
 from qurve.train.schedule import learning_rate
-from qurve.train.stopping import StopRequest, listening
+from qurve.train.stopping import StopRequest, how_it_ended, listening
 from qurve.train.trackers import Mirror
-from qurve.train.windows import batch, evaluation_windows, training_windows
+from qurve.train.windows import Batch, batch, counted, evaluation_windows, training_stream, training_windows
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[..., Tensor]
 
 
 @dataclass
@@ -159,9 +168,9 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
     """
     config, run, data, world = training.config, training.run, training.data, training.world
     model, optimizer = training.model, training.optimizer
-    settings, device, sequences = config.train, config.train.device, config.sequences
-    train_split = data.split("train")
-    loss_of = prepare_loss(training, batch(config, train_split, training_windows(config, data, 0)[1][0]))
+    settings, train_split = config.train, data.split("train")
+    example = training_windows(config, data, 0)[1][0]
+    loss_of = prepare_loss(training, batch(config, train_split, example, training_stream(config, 1)))
     last = run.train_lines()[-1] if step and world.main else {"seconds": 0.0, "tokens": 0}
     seconds, tokens = last["seconds"], last["tokens"]
     saved = step
@@ -192,17 +201,20 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
         started = time.perf_counter()
 
         # The step's windows, in micro-batches, dealt to the processes in turn. Each part's mean is weighted by its
-        # share, so that the accumulated gradient, which is averaged over the processes, is that of the whole step.
+        # share of the counted targets, so that the accumulated gradient, which is averaged over the processes, is that
+        # of the whole step.
         starts, micro_batches = training_windows(config, data, step - 1)
+        stream = training_stream(config, step)
+        counts = [counted(config, part, stream) for part in micro_batches]
         mine = range(world.rank, len(micro_batches), world.size)
-        loss = torch.zeros((), device=device)
+        loss = torch.zeros((), device=settings.device)
         for place in mine:
             # Random numbers (dropout) are a function of seed, step and place: there is no state to lose.
             torch.manual_seed(stream_seed(settings.seed, f"dropout/{step}/{place}"))
-            inputs, targets = batch(config, train_split, micro_batches[place])
+            given = batch(config, train_split, micro_batches[place], stream)
             with accumulating(training.loss_module, last=place == mine[-1]):
                 with autocast(config):
-                    part = loss_of(inputs, targets) * (len(inputs) / sequences * world.size)
+                    part = loss_of(*given) * (counts[place] / sum(counts) * world.size)
                 torch.autograd.backward(part)
             loss += part.detach()
         loss = world.total(loss) / world.size
@@ -255,16 +267,17 @@ def evaluate(training: Training, loss_of: LossFunction, step: int, stop: StopReq
 @torch.no_grad()
 def evaluate_loss(
     training: Training, loss_of: LossFunction, split: str, step: int, stop: StopRequest
-) -> dict[str, float] | None:
-    """Token-weighted mean loss over the evaluation's windows. Weights, gradients, random numbers stay as they were.
+) -> dict[str, Any] | None:
+    """Mean loss over the targets of the evaluation's windows, and each expert's share of their tokens, by block.
 
-    None when this process is alone and was asked to stop (several would have to agree on it at every pass).
+    Weights, gradients, random numbers stay as they were. None when this process is alone and was asked to stop (several
+    would have to agree on it at every pass).
     """
     config, data, world, model = training.config, training.data, training.world, training.model
-    starts = evaluation_windows(config, data, split, step)
+    starts, context = evaluation_windows(config, data, split, step), config.model.context
     size = config.train.micro_batch or config.sequences
     parts = [starts[begin : begin + size] for begin in range(0, len(starts), size)]
-    total = 0.0
+    total, usage = 0.0, dict[int, Tensor]()
     model.eval()
     try:
         for place in range(world.rank, -(-len(parts) // world.size) * world.size, world.size):
@@ -273,18 +286,26 @@ def evaluate_loss(
             # Weights that are sharded are gathered by all processes together: those without a part left go along.
             part = parts[min(place, len(parts) - 1)]
             with autocast(config):
-                loss = loss_of(*batch(config, data.split(split), part)).item()
-            total += loss * len(part) * (place < len(parts))
+                loss = loss_of(*batch(config, data.split(split), part, split)).item()
+            is_mine = place < len(parts)
+            total += loss * (counted(config, part, split) / context) * is_mine
+            for layer, usage_N in model.expert_usage.items():  # of all tokens, whichever the loss is on
+                usage[layer] = usage.get(layer, 0) + usage_N.double() * (len(part) / len(starts) * is_mine)
     finally:
         model.train()
     summed = world.total(torch.tensor(total, dtype=torch.float64, device=config.train.device)).item()
-    return {"loss": summed / len(starts), "tokens": len(starts) * config.model.context}
+    targets = counted(config, starts, split)
+    found: dict[str, Any] = {"loss": summed / (targets / context), "tokens": targets}
+    if usage:
+        by_layer = {layer: world.total(usage_N).tolist() for layer, usage_N in usage.items()}
+        found["expert_usage"] = [by_layer.get(layer, []) for layer in range(config.model.n_layers)]
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- loss, machine
 
 
-def prepare_loss(training: Training, example: tuple[Tensor, Tensor]) -> LossFunction:
+def prepare_loss(training: Training, example: Batch) -> LossFunction:
     """The loss, compiled when the configuration says so; falls back to eager, and says it, when that fails.
 
     One forward and backward pass on `example` pays for the compilation here, apart from the training time; it leaves no
@@ -315,25 +336,6 @@ def prepare_loss(training: Training, example: tuple[Tensor, Tensor]) -> LossFunc
         seconds = round(time.perf_counter() - started, 3)
         training.run.add_to_environment({**outcome, "compile_seconds": seconds})
     return compiled
-
-
-def first_non_finite(model: GPT, loss: Tensor) -> str:
-    """What stopped being finite, by name: a weight, else a gradient, else the loss."""
-    for name, parameter in model.named_parameters():
-        if not all_finite(parameter):
-            return f"the weight {name} is not finite"
-    if not torch.isfinite(loss):
-        return f"the loss is {loss.item()}"
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not all_finite(parameter.grad):
-            return f"the gradient of {name} is not finite"
-    return "the gradient's norm is not finite"
-
-
-def how_it_ended(error: BaseException) -> Status:
-    if isinstance(error, (Stopped, KeyboardInterrupt)):
-        return "stopped"
-    return "diverged" if isinstance(error, Diverged) else "failed"
 
 
 def in_words(error: BaseException, run: RunFolder, world: World) -> BaseException:

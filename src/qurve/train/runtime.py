@@ -63,6 +63,7 @@ def resolve(config: RunConfig, data: TokenData, world: World = ALONE, before: Tr
             f"{data.folder} has {data.n_ids:,} token ids, the model's vocabulary only {config.model.vocab_size:,}; "
             f"add --set model.vocab_size={padded}"
         )
+    train.objective.check_data(config.model, data.n_ids)
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, path=str(data.folder), fingerprint=data.fingerprint),

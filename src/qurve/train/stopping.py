@@ -1,4 +1,4 @@
-"""How a training is asked to stop: Ctrl-C, or a scheduler's SIGTERM."""
+"""How a training is asked to stop, Ctrl-C or a scheduler's SIGTERM, and how one that raised has ended."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from types import FrameType
 
 import torch
 
+from qurve.errors import Diverged, Stopped
+from qurve.runfolder import Status
 from qurve.train.distributed import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -59,3 +61,9 @@ def listening(*, say: bool) -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def how_it_ended(error: BaseException) -> Status:
+    if isinstance(error, (Stopped, KeyboardInterrupt)):
+        return "stopped"
+    return "diverged" if isinstance(error, Diverged) else "failed"

@@ -2,7 +2,8 @@
 
 A mirror holds copies: nothing is ever read back from it, and training never fails, waits long or changes because of it.
 What a training line holds appears under `train/`, with `train/tokens_per_s`; an evaluation as `val/loss`, `test/loss`
-or, on the training split, `train/eval_loss`. Steps are those of `metrics.jsonl`.
+or, on the training split, `train/eval_loss`; of a mixture of experts, `val/largest_expert_share` is the share of the
+choices that the most used expert of any block got. Steps are those of `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ class Mirror:
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """What a tracker is told of a metrics line: its numbers, by the names of their charts."""
     if "split" in line:  # the training split's must not fall among the losses of the steps
-        return {"train/eval_loss" if line["split"] == "train" else f"{line['split']}/loss": line["loss"]}
+        values = {"train/eval_loss" if line["split"] == "train" else f"{line['split']}/loss": line["loss"]}
+        if "expert_usage" in line:
+            values[f"{line['split']}/largest_expert_share"] = max(map(max, filter(None, line["expert_usage"])))
+        return values
     values = {f"train/{key}": value for key, value in line.items() if key != "step" and isinstance(value, (int, float))}
     if line["seconds"] > 0:
         values["train/tokens_per_s"] = line["tokens"] / line["seconds"]

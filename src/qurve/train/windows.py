@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,6 +16,8 @@ from qurve.errors import BadInput
 from qurve.train.config import RunConfig
 
 Starts = npt.NDArray[np.int64]
+Batch = tuple[Tensor, ...]
+"""What the loss takes: inputs and targets `[N, T]`, and the prefixes' lengths `[N]` where there are any."""
 
 
 def training_windows(config: RunConfig, data: TokenData, update: int) -> tuple[Starts, list[Starts]]:
@@ -46,12 +51,34 @@ def check_windows(config: RunConfig, data: TokenData) -> None:
             evaluation_windows(config, data, split, step)
 
 
-def batch(config: RunConfig, split: TokenSplit, starts: Starts) -> tuple[Tensor, Tensor]:
-    """Inputs and targets `[N, T]` of the windows, on the run's device. `BadInput` for ids beyond the vocabulary."""
+def counted(config: RunConfig, starts: Starts, stream: str) -> int:
+    """How many targets of the windows count in the loss, together. No data are read."""
+    return config.train.objective.counted(len(starts), config.model.context, partial(_draw, stream, starts))
+
+
+def batch(config: RunConfig, split: TokenSplit, starts: Starts, stream: str) -> Batch:
+    """What the loss takes for the windows, on the run's device. `BadInput` for ids beyond the vocabulary.
+
+    `stream` names the objective's random numbers: `training_stream` of the step, or the split that is evaluated.
+    """
     inputs, targets = split.windows(starts, config.model.context)
     if (largest := max(inputs.max(), targets.max())) >= config.model.vocab_size:
         raise BadInput(
             f"the {split.name} split holds the id {largest}, and the vocabulary has {config.model.vocab_size}: "
             "the data is damaged; prepare it again"
         )
-    return torch.from_numpy(inputs).to(config.train.device), torch.from_numpy(targets).to(config.train.device)
+    prepared = config.train.objective.prepare(inputs, targets, config.model, partial(_draw, stream, starts))
+    return tuple(torch.from_numpy(array).to(config.train.device) for array in prepared)
+
+
+def training_stream(config: RunConfig, step: int) -> str:
+    return f"{config.train.seed} {step}"
+
+
+def _draw(stream: str, starts: Starts, words: int) -> npt.NDArray[np.uint64]:
+    """`uint64[N, words]`, of the stream and each window alone: Philox' raw words, which are the same in every numpy."""
+    drawn = np.empty((len(starts), words), dtype=np.uint64)
+    for row, start in zip(drawn, starts.tolist(), strict=True):
+        key = hashlib.sha256(f"objective {stream} {start}".encode()).digest()[:16]
+        row[:] = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(words)
+    return drawn
