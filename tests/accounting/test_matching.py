@@ -43,9 +43,8 @@ def test_other_controls_that_were_once_typed_come_out() -> None:
 def test_no_other_width_comes_nearer(
     quantity: Quantity, mlp: FeedForwardConfig, n_layers: int, d_ff: int, by: float, tie: bool
 ) -> None:
-    baseline = ModelConfig(
-        n_layers=n_layers, d_model=32, n_heads=2, d_ff=d_ff, mlp=mlp, vocab_size=64, tie_embeddings=tie
-    )
+    widths = {"n_layers": n_layers, "d_model": 32, "n_heads": 2, "d_ff": d_ff, "context": 16, "vocab_size": 64}
+    baseline = ModelConfig(**widths, mlp=mlp, tie_embeddings=tie)
     config, found = mlp_widened(baseline, match=quantity, by=by)
     assert config == dataclasses.replace(baseline, d_ff=config.d_ff)
     assert found.wanted == pytest.approx((1 + by) * measure(quantity, baseline))

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from qurve.errors import BadInput
 from qurve.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def activation_bytes(
-    config: ModelConfig, batch: int, length: int, precision: Literal["float32", "bf16"] = "float32"
-) -> int:
+def activation_bytes(config: ModelConfig, batch: int, length: int, precision: str = "float32") -> int:
     """Bytes that autograd saves for the backward pass of `GPT(config).loss` in training, on `[batch, length]` tokens.
 
     Every storage counts once and whole. The parameters themselves do not count; copies of them that are saved do:
     several matrices stacked into one, or, with `bf16`, cast by autocast. Gradients, the optimiser, and what a pass
-    needs for a moment only are not in it; neither is what `torch.compile` saves, which is less.
+    needs for a moment only are not in it. With `torch.compile` or activation checkpointing, less is saved.
 
     There is no formula to go wrong: the eager model runs once on tensors that have shapes and no memory, as it would on
     the CPU (fused attention: no matrix of weights is saved), and what is saved is added up. Of a mixture of experts the
     sum is the same for every routing.
     """
+    if precision not in ("float32", "bf16"):
+        raise BadInput(f"precision = {precision!r}: activations are counted in float32 or bf16")
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
