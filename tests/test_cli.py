@@ -269,6 +269,10 @@ def test_plan_of_the_papers_best_arm() -> None:
     assert plan["tokens"] == 29_491_200_000
     assert (plan["steps"], plan["sequences_per_step"], plan["tokens_per_step"]) == (60_000, 480, 491_520)
     assert plan["flops"] == plan["tokens"] * plan["flops_per_token"]
+    assert plan["flops_per_token"] == plan["forward_flops_per_token"] + plan["backward_flops_per_token"]
+    assert plan["active_parameters"] == plan["total_parameters"] - plan["embedding_parameters"] == 84_972_288
+    assert plan["cache_bytes"] == 12 * 2 * 1024 * 768 * (2 if plan["precision"] == "bf16" else 4)
+    assert plan["activation_bytes"] > 12 * plan["micro_batch"] * 1024 * 3072 * 2  # the MLP's hidden activations alone
     hours = plan["flops"] / (plan["measured_matrix_flops_per_s"] * plan["assumed_utilisation"]) / 3600
     assert plan["estimated_hours"] == pytest.approx(hours)
     assert (plan["checkpoints"], plan["disk_bytes"]) == (4, 4 * 12 * plan["total_parameters"])
@@ -279,9 +283,14 @@ def test_plan_takes_settings_and_creates_nothing(tmp_path: Path, monkeypatch: py
     settings = ("--set", "train.tokens_per_step=1280", "--set", "model.query=linear")
     plan = call("plan", "smoke", "--steps", 7, *settings, "--json").json
     assert (plan["steps"], plan["tokens"], plan["sequences_per_step"], plan["checkpoints"]) == (7, 8960, 20, 1)
+    assert plan["micro_batch"] == 20
     told = call("plan", "smoke")
     assert told.code == 0
     assert "non embedding parameters" in told.out
+    assert re.search(r"activation bytes +[\d.]+ MB", told.out)
+    decoding = {"prefill_flops_per_token", "decode_flops_per_token", "cache_bytes"}
+    assert decoding <= plan.keys()
+    assert not decoding & call("plan", "smoke", "--set", "model.attends=bidirectional", "--json").json.keys()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -400,7 +400,7 @@ def plan(
     settings: Settings = (),
     as_json: Json = False,
 ) -> int:
-    """What a run will take: parameters, tokens, FLOPs, hours on this machine, disk. Nothing is created."""
+    """What a run will take: parameters, tokens, FLOPs, hours on this machine, memory, disk. Nothing is created."""
     from qurve.train.plan import make_plan
 
     figures = make_plan(preset, _preset(preset, settings, steps=steps, device=device))
@@ -421,8 +421,8 @@ def _readable(key: str, value: Any) -> str:
     """A figure of a plan, for people."""
     if key == "estimated_hours":
         return f"{value:,.1f}" + (f" ({value / 24:,.0f} days)" if value > 48 else "")
-    if key == "disk_bytes":
-        return f"{value / 1e9:,.2f} GB"
+    if key.endswith("_bytes"):
+        return f"{value / 1e9:,.2f} GB" if value >= 1e9 else f"{value / 1e6:,.2f} MB"
     if isinstance(value, float) or (isinstance(value, int) and value > 10**12):
         return f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

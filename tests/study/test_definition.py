@@ -56,6 +56,16 @@ def test_settings_reach_every_arm() -> None:
         study("baseline").change(["train.lrr=1"])
 
 
+def test_a_control_carries_its_match_until_its_model_changes() -> None:
+    config = tiny()
+    wide, match = accounting.mlp_widened(config.model, match="params", by=0.5)
+    control = Arm("wide", "Wide", dataclasses.replace(config, model=wide), match=match)
+    one = Study("tiny", "A tiny study", (Arm("baseline", "Baseline", config), control))
+    assert [arm["match"] for arm in json.loads(one.to_json(""))["arms"]] == [None, str(match)]
+    assert one.change(["train.lr=0.1"]).arms[1].match == match
+    assert one.change(["model.n_layers=3"]).arms[1].match is None
+
+
 def test_a_run_is_its_arm_with_its_seed() -> None:
     one = study("baseline")
     assert differences(one.arms[0].config, one.run_config(one.arms[0], 7)) == {"train.seed": (1, 7)}
@@ -110,6 +120,14 @@ def test_arms_of_the_small_study_differ_in_architecture_and_rate_alone() -> None
     assert all(key.startswith("model.query.") for key in differences(base, nonlinear).keys() - rate)
     query = {key for key in differences(base, nonlinear) if key.startswith("model.query.")}
     assert "model.query.kind" in query
+
+
+@pytest.mark.parametrize("name", ["small", "paper"])
+def test_the_papers_controls_are_matched(name: str) -> None:
+    matched = {arm.name: arm.match for arm in load_study(name).arms}
+    for arm, match in matched.items():
+        assert (match is not None) == arm.startswith("mlp-4.75")
+        assert match is None or abs(match.error) < 1e-3
 
 
 def test_paper_study_is_the_six_rows_of_table_1() -> None:

@@ -56,6 +56,8 @@ def test_the_page_says_what_was_found_and_how_it_is_known(whole):
         "model.query.kind linear linear bottleneck",
         "train.lr 2e-3 4e-3 8e-3",
         "a made-up processor",
+        "tokens/s MFU",
+        "n/a where none is known",
         "8.22",  # the loss at the start
         "step 400",
         "results/search.json",
@@ -84,6 +86,12 @@ def test_what_went_wrong_is_named_and_never_averaged_in(messy):
         assert words in text, words
     assert "Lower loss than the baseline" not in text
     assert HOSTILE in text
+
+
+def test_a_match_is_noted_with_its_arm(tmp_path):
+    arms = (BASELINE, {**arm("wide", "Wide"), "match": "9 parameters where 10 were wanted"})
+    text = text_of(write_report(write_study(tmp_path, arms)))
+    assert text.count("Matched: 9 parameters where 10 were wanted.") == 1
 
 
 def test_other_batches_are_shouted(tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import re
 
@@ -10,7 +11,15 @@ from rich.console import Console
 
 from qurve.study.results import load
 from qurve.study.statistics import ROW_KEYS, summary_rows
-from qurve.study.tables import csv_table, rate, signed, terminal_table, tex_escape, tex_table
+from qurve.study.tables import (
+    csv_table,
+    rate,
+    signed,
+    terminal_table,
+    tex_escape,
+    tex_table,
+    utilisation_in_words,
+)
 
 HOSTILE = r"[red]\input{x} $x_1$ 50 % & #1 ~ ^ <b>"
 
@@ -30,6 +39,28 @@ HOSTILE = r"[red]\input{x} $x_1$ 50 % & #1 ~ ^ <b>"
 def test_rates_are_written_as_people_write_them(value, text):
     assert rate(value) == text
     assert float(text) == value
+
+
+A100 = {"gpu": "NVIDIA A100-SXM4-80GB", "precision": "bf16", "processes": 4}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "25.0 %"),
+        ({"processes": 1}, "100.0 %"),
+        ({"gpu": None}, "n/a"),
+        ({"gpu": "a made-up GPU"}, "n/a"),
+        ({"gpu": ["damaged"]}, "n/a"),
+        ({"precision": "float64"}, "n/a"),
+        ({"processes": 0}, "n/a"),
+    ],
+)
+def test_utilisation_is_of_all_gpus_together_and_never_guessed(tmp_path, environment, words):
+    arm = dataclasses.replace(load(write_study(tmp_path)).baseline, flops_per_token=1e9)
+    run = dataclasses.replace(arm.runs[1], tokens_per_s=312e3, environment=A100 | environment)
+    assert utilisation_in_words(arm, run) == words
+    assert utilisation_in_words(arm, dataclasses.replace(run, tokens_per_s=None)) == "n/a"
 
 
 def test_signs():
@@ -80,6 +111,13 @@ def test_terminal_table_shows_numbers_verdict_and_hostile_labels(tmp_path):
     assert "3/3" in text
     assert "higher loss than the baseline by" in text
     assert "this model size" in " ".join(text.split())
+
+
+def test_a_match_is_printed_below_the_table(tmp_path):
+    arms = (BASELINE, {**arm("wide", "Wide"), "match": "9 parameters\nof 10"})
+    console = Console(file=io.StringIO(), width=100)
+    console.print(terminal_table(load(write_study(tmp_path, arms))))
+    assert "Wide: 9 parameters of 10.\n" in console.file.getvalue().replace(" \n", "\n").replace("  ", "")
 
 
 def test_terminal_table_names_what_became_of_an_arm(tmp_path):

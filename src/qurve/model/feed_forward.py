@@ -44,6 +44,10 @@ class FeedForwardConfig(Choice):
     def num_params(self, d_model: int, d_ff: int, bias: bool) -> int:
         return sum(out * (into + bias) for out, into in self.matrices(d_model, d_ff).values())
 
+    def active_params(self, d_model: int, d_ff: int, bias: bool) -> int:
+        """Parameters that act on one token."""
+        return self.num_params(d_model, d_ff, bias)
+
     def flops_per_token(self, d_model: int, d_ff: int) -> int:
         """Forward FLOPs of the matrix products."""
         return sum(2 * out * into for out, into in self.matrices(d_model, d_ff).values())
@@ -110,6 +114,9 @@ class MixtureOfExperts(FeedForwardConfig):
 
     def num_params(self, d_model: int, d_ff: int, bias: bool) -> int:
         return self.experts * (super().num_params(d_model, d_ff, bias) + d_model)  # and the router's row
+
+    def active_params(self, d_model: int, d_ff: int, bias: bool) -> int:
+        return self.active * super().num_params(d_model, d_ff, bias) + self.experts * d_model
 
     def flops_per_token(self, d_model: int, d_ff: int) -> int:
         return self.active * super().flops_per_token(d_model, d_ff) + 2 * self.experts * d_model

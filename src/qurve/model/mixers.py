@@ -53,9 +53,21 @@ class MixerConfig(Choice):
         """Forward FLOPs per token, beside the projections', of mixing with `seen` tokens (all of them, unmasked)."""
         raise NotImplementedError
 
+    def mixing_backward_flops(self, config: ModelConfig, seen: int) -> int:
+        """The same of the backward pass: each product's two gradients, but for those of constants."""
+        return 2 * self.mixing_flops(config, seen)
+
+    def decoding_flops(self, config: ModelConfig, held: int, new: int) -> int:
+        """Forward FLOPs per token of mixing `new` tokens with each other and with a state that holds `held` before."""
+        return self.mixing_flops(config, held + new)
+
     def state_numbers(self, config: ModelConfig, length: int) -> int:
         """Numbers that the decoding state of one sequence of `length` tokens holds, in one block."""
         raise NotImplementedError
+
+    def state_bytes(self, config: ModelConfig, length: int, dtype_bytes: int) -> int:
+        """Bytes of the same, in a cache of a type that takes `dtype_bytes` a number."""
+        return dtype_bytes * self.state_numbers(config, length)
 
 
 @MixerConfig.register("softmax")
@@ -79,6 +91,11 @@ class Softmax(MixerConfig):
     def mixing_flops(self, config: ModelConfig, seen: int) -> int:
         # q k^T and its product with v, two FLOPs a multiply-add; shaped, once more for the uniform attention
         return 4 * config.n_heads * config.head_width * seen * (1 if config.residual.attention_skip else 2)
+
+    def mixing_backward_flops(self, config: ModelConfig, seen: int) -> int:
+        # the uniform attention has zeros for queries, which take no gradient
+        zeros = 0 if config.residual.attention_skip else 2 * config.n_heads * config.head_width * seen
+        return super().mixing_backward_flops(config, seen) - zeros
 
     def state_numbers(self, config: ModelConfig, length: int) -> int:
         return 2 * config.kv_heads * config.head_width * length

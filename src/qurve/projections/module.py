@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from qurve.projections.base import STD, Dims, ProjectionConfig
 
@@ -104,6 +105,7 @@ def is_bare(module: nn.Module) -> TypeGuard[Projection]:
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and module._parameters.keys() == module.config.parameters(module.dims).keys()
-        and all(type(parameter) is nn.Parameter for parameter in module._parameters.values())
+        # (a FakeTensor is a plain parameter that has no memory)
+        and all(type(p) is nn.Parameter or isinstance(p, FakeTensor) for p in module._parameters.values())
         and not module._modules
     )

@@ -24,12 +24,16 @@ from qurve.train.config import RunConfig
 
 @dataclass(frozen=True)
 class Arm:
-    """One architecture with its hyperparameters. `name` becomes a folder; `paper` has the paper's printed figures."""
+    """One architecture with its hyperparameters. `name` becomes a folder; `paper` has the paper's printed figures.
+
+    `match` says how near a control that was solved for comes to what it is matched with; the report shows it.
+    """
 
     name: str
     label: str
     config: RunConfig
     paper: dict[str, str] | None = None
+    match: accounting.Match | None = None
 
     def __post_init__(self) -> None:
         check_arm_name(self.name)
@@ -88,7 +92,9 @@ class Study:
 
         def changed(arm: Arm) -> Arm:
             config = dataclasses.replace(arm.config, train=dataclasses.replace(arm.config.train, **train))
-            return dataclasses.replace(arm, config=apply_settings(config, settings))
+            config = apply_settings(config, settings)
+            match = arm.match if config.model == arm.config.model else None  # it was solved for that model
+            return dataclasses.replace(arm, config=config, match=match)
 
         return dataclasses.replace(self, arms=tuple(changed(arm) for arm in self.arms))
 
@@ -109,6 +115,7 @@ class Study:
                     "total": cost.total,
                     "flops_per_token": cost.flops_per_token,
                     "paper": arm.paper,
+                    "match": None if arm.match is None else str(arm.match),
                 }
             )
         tree = {
@@ -238,26 +245,32 @@ NEAREST_ROW = {"baseline": "paper/baseline", "mlp-4.75": "paper/mlp-4.75", "res-
 
 
 def _small() -> Study:
-    arms = tuple(
-        Arm(name, LABELS[name], presets.get(f"small/{name}"), presets.PRINTED[row]) for name, row in NEAREST_ROW.items()
-    )
+    arms = tuple(_built_in(f"small/{name}", presets.PRINTED[row]) for name, row in NEAREST_ROW.items())
     title = "The paper's three architectures at about a million parameters"
     return Study("small", title, arms, search=presets.small_search())
 
 
 def _paper() -> Study:
-    arms = tuple(
-        Arm(name.removeprefix("paper/"), LABELS[name.removeprefix("paper/")], presets.get(name), printed)
-        for name, printed in presets.PRINTED.items()
-    )
+    arms = tuple(_built_in(name, printed) for name, printed in presets.PRINTED.items())
     return Study("paper", "Table 1 of the paper, at its scale, with three seeds", arms)
 
 
 def _zoo() -> Study:
     baseline = presets.get("zoo/baseline").model
-    arms = tuple(Arm(name, entry.label, presets.get(f"zoo/{name}")) for _, name, entry, _ in zoo.arms(baseline))
+    arms = tuple(
+        Arm(member.name, member.label, presets.get(f"zoo/{member.name}"), match=member.match)
+        for member in zoo.arms(baseline)
+    )
     title = "One small run of each kind, at the baseline's rate: what everything costs, and no ranking"
     return Study("zoo", title, arms, seeds=(1,))
+
+
+def _built_in(preset: str, printed: dict[str, str]) -> Arm:
+    """The arm of a preset; the paper's control has an eighth more parameters than the baseline."""
+    family, name = preset.split("/")
+    config, baseline = presets.get(preset), presets.get(f"{family}/baseline").model
+    control = accounting.mlp_widened(baseline, match="params", by=0.125)
+    return Arm(name, LABELS[name], config, printed, control.match if control.config == config.model else None)
 
 
 BUILT_IN: dict[str, Callable[[], Study]] = {"small": _small, "paper": _paper, "zoo": _zoo}

@@ -122,6 +122,7 @@ def _runs(results: StudyResults, arm: Arm) -> list[dict[str, Any]]:
         lines.append(
             {
                 "run": run,
+                "utilisation": tables.utilisation_in_words(arm, run),
                 "start": run.val[0] if run.val else None,
                 "diff": None
                 if run.val_loss is None or base is None or arm is results.baseline

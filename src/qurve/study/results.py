@@ -75,6 +75,8 @@ class Arm:
     total: int
     flops_per_token: float
     paper: dict[str, str] | None
+    match: str | None
+    """How near it comes to what it is matched with, in words, if it was solved for."""
     runs: dict[int, Run]
 
     @property
@@ -231,6 +233,7 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int]) -> Arm:
         total=int(item["total"]),
         flops_per_token=float(item["flops_per_token"]),
         paper=None if paper is None else {key: one_line(value) for key, value in paper.items() if value is not None},
+        match=None if item.get("match") is None else one_line(item["match"]),
         runs={seed: _run(folder / "runs" / name / f"seed-{seed}", name, seed) for seed in seeds},
     )
     for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps"):

@@ -7,7 +7,8 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from qurve.study.results import Arm, StudyResults
+from qurve.accounting import utilisation
+from qurve.study.results import Arm, Run, StudyResults
 from qurve.study.statistics import ROW_KEYS, overall_verdict, summary_rows
 
 if TYPE_CHECKING:
@@ -56,6 +57,15 @@ def signed_parameters(arm: Arm, baseline: Arm) -> str:
     return signed(change, 1 if change == 0 or abs(change) >= 1 else 2 if abs(change) >= 0.1 else 3, "%")
 
 
+def utilisation_in_words(arm: Arm, run: Run) -> str:
+    """Share of its GPUs' stated peak that a run's matrix products are; `n/a` where no peak is known, as of CPUs."""
+    gpu, precision, processes = (run.environment.get(key) for key in ("gpu", "precision", "processes"))
+    if run.tokens_per_s is None or not isinstance(gpu, str) or not isinstance(processes, int) or processes < 1:
+        return "n/a"
+    share = utilisation(gpu, run.tokens_per_s * arm.flops_per_token / processes, str(precision))
+    return "n/a" if share is None else f"{100 * share:.1f} %"
+
+
 def terminal_table(results: StudyResults) -> Group:
     """What `rich` prints at the end of a comparison: one row per arm, then the verdict in words."""
     from rich import box
@@ -82,7 +92,8 @@ def terminal_table(results: StudyResults) -> Group:
             plain(row["tokens_per_s"], 0),
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text, not markup: a label may hold brackets
-    return Group(table, Text(overall_verdict(results)))
+    matches = [Text(f"{arm.label}: {arm.match}.") for arm in results.arms if arm.match]
+    return Group(table, *matches, Text(overall_verdict(results)))
 
 
 def csv_table(results: StudyResults) -> str:

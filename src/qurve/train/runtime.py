@@ -43,11 +43,9 @@ def resolve(config: RunConfig, data: TokenData, world: World = ALONE, before: Tr
     sequences = config.sequences
     if train.min_lr > train.lr:
         raise BadInput(f"train.min_lr = {train.min_lr} is above the peak, train.lr = {train.lr}; lower it, too")
-    modest = max(1, MODEST_TOKENS[kind] // config.model.context)
     check_processes(config, world)
     share = sequences // world.size
-    divisors = (n for n in range(min(share, modest), 0, -1) if share % n == 0)
-    micro_batch = train.micro_batch or next(divisors)
+    micro_batch = train.micro_batch or modest_micro_batch(config, kind, share)
     if share % micro_batch:
         of = "the step's" if world.size == 1 else f"each of the {world.size} processes'"
         raise BadInput(f"train.micro_batch = {micro_batch} does not divide {of} {share} sequences")
@@ -76,6 +74,12 @@ def resolve(config: RunConfig, data: TokenData, world: World = ALONE, before: Tr
             micro_batch=micro_batch,
         ),
     )
+
+
+def modest_micro_batch(config: RunConfig, kind: str, share: int) -> int:
+    """The most sequences that divide a process's `share` of a step, and are no more than the device takes well."""
+    modest = max(1, MODEST_TOKENS[kind] // config.model.context)
+    return next(n for n in range(min(share, modest), 0, -1) if share % n == 0)
 
 
 def check_processes(config: RunConfig, world: World) -> None:
