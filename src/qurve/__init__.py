@@ -4,13 +4,15 @@
     from qurve import GPT                   the paper's model
     qurve compare                           is the gain real?
 
-Everything is imported on first use, so that `import qurve` costs nothing.
+Everything is imported on first use, so that `import qurve` costs nothing; it registers the kinds of the zoo alone.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+import qurve.zoo  # noqa: F401  registers its kinds, so that a configuration can name them whatever was imported first
 
 __version__ = "0.1.0"
 
