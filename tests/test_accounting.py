@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from leaves import places
 from qurve import presets
 from qurve.accounting import Count, count
 from qurve.model.config import ModelConfig
@@ -19,6 +20,10 @@ from qurve.projections import Bottleneck, Identity, ProjectionConfig, Residual
 
 GPT3_SMALL = ModelConfig()
 """12 layers, 12 heads, d 768: the defaults."""
+
+
+KINDS = [kind() for kind in ProjectionConfig.registry.values()]
+QUERIES = [kind for kind in KINDS if "query" in places(kind)]
 
 
 def on_meta(config: ModelConfig) -> GPT:
@@ -75,13 +80,16 @@ def test_every_preset_is_counted_as_built(name: str) -> None:
 @st.composite
 def model_configs(draw: st.DrawFn) -> ModelConfig:
     head_width, n_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    projection = st.sampled_from([kind() for kind in ProjectionConfig.registry.values()]) | st.builds(
+    bottlenecks = st.builds(
         Bottleneck,
         anchor=st.sampled_from(["identity", "linear", "none"]),
         width=st.integers(1, 9),
         pre_norm=st.sampled_from(["rmsnorm", "layernorm", "none"]),
         post_norm=st.sampled_from(["rmsnorm", "layernorm", "none"]),
+        norm_stage=st.sampled_from(["coupled", "separate"]),
     )
+    projection = st.sampled_from(QUERIES) | bottlenecks
+    output = st.sampled_from([kind for kind in KINDS if kind.also_reads != "mlp_hidden"]) | bottlenecks
     assume(n_heads * head_width > 1)  # half of one is no bottleneck
     return ModelConfig(
         n_layers=draw(st.integers(1, 3)),
@@ -93,6 +101,7 @@ def model_configs(draw: st.DrawFn) -> ModelConfig:
         query=draw(projection),
         key=draw(projection),
         value=draw(projection),
+        output=draw(output),
         bias=draw(st.booleans()),
         tie_embeddings=draw(st.booleans()),
     )
@@ -137,7 +146,7 @@ def test_flops_are_six_n_and_the_attention(config: ModelConfig) -> None:
     assert count(config).flops_per_token == expected
 
 
-@pytest.mark.parametrize("query", [Bottleneck(), *(kind() for kind in ProjectionConfig.registry.values())], ids=str)
+@pytest.mark.parametrize("query", [Bottleneck("linear"), *QUERIES], ids=str)
 def test_backward_costs_twice_the_forward(query: ProjectionConfig) -> None:
     config = ModelConfig(n_layers=2, d_model=24, n_heads=3, d_ff=40, context=8, vocab_size=32, query=query)
     found = count(config)

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from leaves import another, places
 from qurve.config import content_hash, from_json, to_json
 from qurve.model.config import ModelConfig
-from qurve.projections import Bottleneck, Dims, Linear, MLPReuse, ProjectionConfig, Residual
+from qurve.projections import Bottleneck, Dims, Identity, Linear, MLPReuse, ProjectionConfig, Residual
+from qurve.projections.base import Moments
 from qurve.projections.module import STD, Projection, is_bare, project, reads_nothing_else
 from qurve.zoo.projections import GatedOutput, NonlinearLoRA
 
@@ -171,6 +172,42 @@ def test_starts_as_it_says(case: Case) -> None:
             assert start.abs().max() < 5 * STD
         else:
             assert torch.equal(start, torch.full_like(start, {"ones": 1.0, "zeros": 0.0}[spec.init]))
+
+
+@every_case
+def test_preserving_starts_keep_the_size(case: Case) -> None:
+    """Inputs of some mean square give outputs of mean square one, on the average over the starts."""
+    width, moments = 64, Moments(input=0.6, other=0.4)
+    dims = Dims(width, width, case.dims.bias, 96 if case.config.also_reads else 0)
+    x_MD, other_MO = (torch.randn(64, n) * m**0.5 for n, m in ((width, moments.input), (96, moments.other)))
+    starts = case.config.preserving(dims, moments)
+    found = []
+    for _ in range(20):
+        module = Projection(case.config, dims)
+        with torch.no_grad():
+            for name, spec in case.config.parameters(dims).items():
+                if name in starts and spec.init != "zeros":
+                    value, parameter = starts[name], module.get_parameter(name)
+                    parameter.normal_(0, value) if spec.init == "normal" else parameter.fill_(value)
+            found.append(module(x_MD, *[other_MO] * (not reads_nothing_else(module))).square().mean())
+    of_the_input = case.config.identity_term**2 * moments.input
+    if case.config not in (Identity(), Bottleneck(start="exact")) and of_the_input < 1:
+        assert torch.stack(found).mean() == pytest.approx(1.0, abs=0.15)
+
+
+@every_case
+def test_the_identity_term_is_what_the_output_holds_of_the_input(case: Case) -> None:
+    """With every matrix at zero, nothing but it is left."""
+    module = case.build()
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if p.dim() == 2 or name.endswith(("bias", "b1", "b2")):
+                p.zero_()
+    x_BTD = torch.randn(2, 7, D, dtype=torch.float64)
+    if case.config.identity_term:
+        assert_close(alone(module, x_BTD), case.config.identity_term * x_BTD)
+    elif getattr(case.config, "anchor", None) != "identity":
+        assert not alone(module, x_BTD).any()
 
 
 @every_case

@@ -54,8 +54,8 @@ def self_similarity(model: GPT, ids_BT: Tensor) -> list[SelfSimilarity]:
     layers = [layer for layer in range(config.n_layers) if _scale(model, layer)]
     if not layers:
         raise ValueError(
-            "no block has an identity anchor in both queries and keys, so there is no x . x' term; give model.query and "
-            "model.key one (bottleneck with anchor identity and the coupled norm stage, residual, identity or mlp_reuse)"
+            "no block has an identity anchor in both queries and keys, so there is no x . x' term; make model.query "
+            "and model.key 'identity', 'residual', 'mlp_reuse' or a 'bottleneck' (anchor identity, norm stage coupled)"
         )
     calls: list[tuple[Attention, tuple[Any, ...]]] = []
 
@@ -63,7 +63,7 @@ def self_similarity(model: GPT, ids_BT: Tensor) -> list[SelfSimilarity]:
         assert isinstance(module, Attention)
         calls.append((module, arguments))
 
-    attentions = [block.attention for block in model.blocks]
+    attentions = [module for name, module in model.named_modules() if name.endswith(".attention")]
     if not all(type(attention) is Attention for attention in attentions):
         raise ValueError("the x . x' term is defined for softmax attention alone: model.mixer has to be 'softmax'")
     handles = [attention.register_forward_pre_hook(remember) for attention in attentions]

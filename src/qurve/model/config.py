@@ -245,7 +245,10 @@ class ModelConfig:
     @property
     def embedding_scale(self) -> float:
         """What the embeddings are multiplied by: without norms the signal has to enter at unit scale."""
-        return 1.0 if self.residual.norm_place != "none" else 1 / STD
+        if self.residual.norm_place != "none":
+            return 1.0
+        summands = 2 if isinstance(self.positions, Learned) else 1
+        return 1 / (STD * math.sqrt(summands))
 
 
 @lru_cache(maxsize=1024)
