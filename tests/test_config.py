@@ -33,7 +33,7 @@ from qurve.model.config import LayerOverride, ModelConfig
 from qurve.projections import Bottleneck, Identity, Linear, ProjectionConfig, Residual
 from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 
-RICH = RunConfig(ModelConfig(query=Bottleneck("linear"), key=Bottleneck("identity")))
+RICH = RunConfig(ModelConfig(query=Bottleneck("linear"), key=Bottleneck("linear", width=5)))
 """A configuration with leaves of every type."""
 LEAVES = list(leaves(RICH))
 every_leaf = pytest.mark.parametrize("leaf", LEAVES, ids=[leaf.path for leaf in LEAVES])
