@@ -8,6 +8,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from qurve.projections import ProjectionConfig
+
 
 class Leaf(NamedTuple):
     path: str
@@ -39,6 +41,8 @@ def another(hint: Any, value: Any) -> Any:
         if dataclasses.is_dataclass(item):
             return (*value, item((0,), window=3))  # type: ignore[operator]
         return (*value, "test" if item is str else another(item, None))
+    if isinstance(value, ProjectionConfig):
+        return next(kind() for kind in ProjectionConfig.registry.values() if kind is not type(value))
     if member is bool:
         return not value
     if member is int:
@@ -47,3 +51,8 @@ def another(hint: Any, value: Any) -> Any:
         return 0.25 if value is None else value / 2 or 0.125
     assert member is str, hint
     return "cpu" if value == "auto" else f"{value or ''}x"
+
+
+def places(config: ProjectionConfig) -> tuple[str, ...]:
+    """Which of a model's projections this kind can be, by what it reads."""
+    return ("output",) if config.also_reads == "block_input" else ("query", "key", "value")

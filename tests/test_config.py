@@ -29,11 +29,11 @@ from qurve.config import (
     to_json,
 )
 from qurve.errors import BadInput, did_you_mean
-from qurve.model.config import ModelConfig
+from qurve.model.config import LayerOverride, ModelConfig
 from qurve.projections import Bottleneck, Identity, Linear, ProjectionConfig, Residual
 from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 
-RICH = RunConfig(ModelConfig(query=Bottleneck("linear"), key=Bottleneck("none")))
+RICH = RunConfig(ModelConfig(query=Bottleneck("linear"), key=Bottleneck("linear", width=5)))
 """A configuration with leaves of every type."""
 LEAVES = [leaf for leaf in leaves(RICH) if leaf.path != "model.attends"]  # which goes with the objective
 every_leaf = pytest.mark.parametrize("leaf", LEAVES, ids=[leaf.path for leaf in LEAVES])
@@ -246,6 +246,11 @@ def test_every_leaf_can_be_set(leaf: Leaf) -> None:
         ("model.query.width=none", "model.query.width", None),
         ("model.query.pre_norm=none", "model.query.pre_norm", "none"),
         ("model.query.activation=identity", "model.query.activation", "identity"),
+        (
+            'model.overrides=[{"layers": [0], "query": {"kind": "residual"}}, {"layers": [1, 2], "window": 4}]',
+            "model.overrides",
+            (LayerOverride((0,), query=Residual()), LayerOverride((1, 2), window=4)),
+        ),
     ],
 )
 def test_values_are_read(setting: str, path: str, value: Any) -> None:
@@ -313,6 +318,20 @@ def test_settings_have_to_fit_together_only_when_all_are_made() -> None:
         ("model.d_model=100", r"does not divide into model\.n_heads"),
         ("model=5", r"model must be an object, not 5"),
         ("eval.splits=val", r'eval\.splits = .val. is not a list such as \["a", "b"\]'),
+        ('model.overrides=[{"query": {"kind": "linear"}}]', r"model\.overrides\[0\]\.layers is missing"),
+        ('model.overrides=[{"layers": [0]}]', r"the one for the layers \[0\] changes nothing"),
+        ('model.overrides=[{"layers": [12], "window": 3}]', r"there is no layer 12; they are 0 to 11"),
+        ('model.overrides=[{"layers": 0, "window": 3}]', r"overrides\[0\]\.layers = 0 is not a list such as \[0, 1\]"),
+        ('model.overrides=[{"layers": [0], "qeury": null}]', r"'model\.overrides\[0\]\.qeury'; did you mean 'query'"),
+        (
+            'model.overrides=[{"layers": [0], "query": {"kind": "lineal"}}]',
+            r"overrides\[0\]\.query\.kind = 'lineal' .*'linear'",
+        ),
+        (
+            'model.overrides=[{"layers": [0], "query": "linear"}]',
+            r'query = .linear. is not object such as {"kind": …} or',
+        ),
+        ("model.overrides=linear", r"model\.overrides = 'linear' is not a list such as \[{…}\]"),
         ("train.steps", r"write it as path=value"),
         ("=8", r"write it as path=value"),
         ("train..steps=8", r"there is no field ''"),

@@ -49,15 +49,15 @@ def arms(evidence: dict[str, Any]) -> list[dict[str, Any]]:
     """What the page says of each arm. Raises `QurveError` where the evidence is of something else than the code."""
     rows = {row["arm"]: row for row in evidence["rows"]}
     expected = list(zoo.arms(presets.get("zoo/baseline").model))
-    if missing := {name for _, name, _, _ in expected} ^ rows.keys():
+    if missing := {arm.name for arm in expected} ^ rows.keys():
         raise QurveError(f"the zoo and its evidence have different arms: {', '.join(sorted(missing))}")
     found = []
-    for group, name, entry, model in expected:
-        made = from_dict(ModelConfig, evidence["configs"][name]["model"])
-        if changed := differences(made, model):
-            raise QurveError(f"the evidence of {name} is of another model: {changed}")
-        cost = accounting.count(model)
-        found.append({**rows[name], "group": group, "label": entry.label, "sentence": entry.sentence, "cost": cost})
+    for arm in expected:
+        made = from_dict(ModelConfig, evidence["configs"][arm.name]["model"])
+        if changed := differences(made, arm.model):
+            raise QurveError(f"the evidence of {arm.name} is of another model: {changed}")
+        told = {"group": arm.group, "label": arm.label, "sentence": arm.sentence}
+        found.append({**rows[arm.name], **told, "cost": accounting.count(arm.model)})
     return found
 
 

@@ -4,7 +4,7 @@
     from qurve import GPT                   the paper's model
     qurve compare                           is the gain real?
 
-Everything is imported on first use, so that `import qurve` costs next to nothing.
+Everything is imported on first use, so that `import qurve` costs nothing; it registers the kinds of the zoo alone.
 """
 
 from __future__ import annotations

@@ -88,6 +88,10 @@ def from_dict(cls: type[C], tree: Any, path: str = "") -> C:
     for name in tree:
         if name not in hints:
             raise BadInput(f"unknown field {_join(path, name)!r}{did_you_mean(name, hints)}")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if field.name not in tree and not optional:
+            raise BadInput(f"{_join(path, field.name)} is missing")
     fields = {name: _parse(hints[name], value, _join(path, name)) for name, value in tree.items()}
     try:
         return cls(**fields)
@@ -259,6 +263,8 @@ def _parse(hint: Any, value: Any, path: str) -> Any:
         raise BadInput(f"{path} = {value!r} is not one of its values{did_you_mean(str(value), allowed)}")
     if _is_union(hint):
         for member in typing.get_args(hint):
+            if isinstance(value, dict) and dataclasses.is_dataclass(member):
+                return _parse(member, value, path)  # whose error names the field
             try:
                 return _parse(member, value, path)
             except BadInput:
@@ -290,7 +296,10 @@ def _describe(hint: Any) -> str:
     if _is_union(hint):
         return " or ".join(_describe(member).removeprefix("a ").removeprefix("an ") for member in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return 'a list such as ["a", "b"]'
+        examples = {str: '["a", "b"]', int: "[0, 1]"}
+        return f"a list such as {examples.get(typing.get_args(hint)[0], '[{…}]')}"
+    if isinstance(hint, type) and issubclass(hint, Choice):
+        return 'an object such as {"kind": …}'
     names = {
         bool: "true or false",
         int: "a whole number",

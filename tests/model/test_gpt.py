@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import qurve
+from leaves import places
 from qurve.config import content_hash, to_json
 from qurve.errors import BadInput
 from qurve.files import write_manifest
@@ -29,8 +30,8 @@ from qurve.train.distributed import ALONE
 from qurve.train.optim import build_optimizer
 
 TINY = ModelConfig(n_layers=2, d_model=12, n_heads=3, d_ff=20, context=11, vocab_size=17)
-QUERIES: dict[str, ProjectionConfig] = {kind: cls() for kind, cls in ProjectionConfig.registry.items()}
-every_kind = pytest.mark.parametrize("projection", QUERIES.values(), ids=QUERIES)
+KINDS: dict[str, ProjectionConfig] = {kind: cls() for kind, cls in ProjectionConfig.registry.items()}
+every_kind = pytest.mark.parametrize("projection", KINDS.values(), ids=KINDS)
 
 
 def tiny(**changes: Any) -> GPT:
@@ -167,7 +168,7 @@ def test_dropout_stands_in_its_four_places(where: str, monkeypatch: pytest.Monke
 
 @every_kind
 def test_the_future_does_not_reach_back(projection: ProjectionConfig) -> None:
-    model, ids_BT = tiny(query=projection, key=projection, value=projection), tokens()
+    model, ids_BT = tiny(**dict.fromkeys(places(projection), projection)), tokens()
     logits_BTV = model(ids_BT)
     for t in range(1, 11):
         changed_BT = ids_BT.clone()
@@ -178,7 +179,8 @@ def test_the_future_does_not_reach_back(projection: ProjectionConfig) -> None:
 
 @every_kind
 def test_gradients_stop_at_the_present(projection: ProjectionConfig) -> None:
-    model, ids_BT = tiny(query=projection), torch.arange(11)[None]  # each token once: its embedding's row is its place
+    model = tiny(**{places(projection)[0]: projection})
+    ids_BT = torch.arange(11)[None]  # each token once: its embedding's row is its place
     model(ids_BT)[:, 5].square().sum().backward()
     gradients = model.token_embedding.weight.grad, model.position_embedding.weight.grad
     assert gradients[1] is not None
@@ -189,8 +191,8 @@ def test_gradients_stop_at_the_present(projection: ProjectionConfig) -> None:
 @every_kind
 @pytest.mark.parametrize("chunks", [(1,) * 11, (4, 3, 3, 1), (11,), (5, 1, 5)], ids=str)
 def test_cached_decoding_is_the_full_forward(projection: ProjectionConfig, chunks: tuple[int, ...]) -> None:
-    for places in ({"query"}, {"key"}, {"query", "key", "value"}):
-        model, ids_BT = tiny(**dict.fromkeys(places, projection)).float(), tokens()
+    for some in (places(projection)[:1], places(projection)[1:2], places(projection)):
+        model, ids_BT = tiny(**dict.fromkeys(some, projection)).float(), tokens()
         cache = Cache(model.config, batch=2)
         with torch.no_grad():
             expected = model(ids_BT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_each_topology_written_out(norms: str, attention: bool, mlp: bool) -> No
             x = norm(y) if norms == "post" else y
     if norms == "pre":
         x = model.final_norm(x)
-    scale = 0.02 if norms == "none" else 1.0
+    scale = 0.02 / math.sqrt(0.5) if norms == "none" else 1.0
     assert_close(model(tokens()), scale * x @ model.token_embedding.weight.T)
     assert any(isinstance(m, nn.LayerNorm) for m in model.modules()) == (norms != "none")
 

@@ -26,8 +26,8 @@ from qurve.train.config import RunConfig
 
 TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "zoo.py"))
 BASELINE = presets.get("zoo/baseline")
-ARMS = {name: (entry, model) for _, name, entry, model in zoo.arms(BASELINE.model)}
-SIZES = {name: accounting.count(model).non_embedding for name, (_, model) in ARMS.items()}
+ARMS = {arm.name: arm for arm in zoo.arms(BASELINE.model)}
+SIZES = {name: accounting.count(arm.model).non_embedding for name, arm in ARMS.items()}
 
 
 def kinds_in(config: Any) -> set[type[Any]]:
@@ -40,7 +40,7 @@ def kinds_in(config: Any) -> set[type[Any]]:
 
 @pytest.mark.parametrize("base", [ProjectionConfig, MixerConfig, ResidualConfig], ids=lambda base: base.__name__)
 def test_every_kind_of_the_package_has_an_arm(base: Any) -> None:
-    shown = set().union(*(kinds_in(model) for _, model in ARMS.values()))
+    shown = set().union(*(kinds_in(arm.model) for arm in ARMS.values()))
     ours = {kind for kind in base.registry.values() if kind.__module__.startswith("qurve.")}
     assert sorted(kind.kind for kind in ours - shown) == [], "add an entry to qurve.presets.zoo"
 
@@ -57,13 +57,13 @@ def test_the_study_has_one_seed_and_nothing_but_the_model_differs() -> None:
 
 def test_arms_differ_from_each_other_and_say_what_they_are() -> None:
     assert len({str(to_dict(model)) for _, model in ARMS.values()}) == len(ARMS)
-    for entry, _ in ARMS.values():
-        assert re.fullmatch(r"[^|]+\.", entry.sentence)
+    for arm in ARMS.values():
+        assert re.fullmatch(r"[^|]+\.", arm.sentence)
 
 
 @pytest.mark.parametrize("name", [name for name in ARMS if name != "baseline"])
 def test_a_larger_arm_has_a_control(name: str) -> None:
-    widened = {size for other, size in SIZES.items() if ARMS[other][0].changes.keys() == {"d_ff"}}
+    widened = {size for other, size in SIZES.items() if ARMS[other].match is not None}
     if SIZES[name] > 1.005 * SIZES["baseline"]:
         assert min(abs(size / SIZES[name] - 1) for size in widened) < 0.005, "add it to CONTROLLED"
 
@@ -71,6 +71,9 @@ def test_a_larger_arm_has_a_control(name: str) -> None:
 def test_controls_are_solved_for() -> None:
     assert {name.removesuffix("-mlp") for name in ARMS if name.endswith("-mlp")} == set(zoo.CONTROLLED)
     for name in zoo.CONTROLLED:
+        match = ARMS[f"{name}-mlp"].match
+        assert match is not None
+        assert (match.wanted, match.achieved) == (SIZES[name], SIZES[f"{name}-mlp"])
         assert SIZES[f"{name}-mlp"] == pytest.approx(SIZES[name], rel=0.001)
 
 
@@ -79,8 +82,8 @@ def test_an_arm_can_be_built_and_written_down(name: str) -> None:
     config = presets.get(f"zoo/{name}")
     assert from_json(RunConfig, to_json(config)) == config
     with torch.device("meta"):
-        model = GPT(ARMS[name][1])
-    assert sum(p.numel() for p in model.parameters()) == accounting.count(ARMS[name][1]).total
+        model = GPT(ARMS[name].model)
+    assert sum(p.numel() for p in model.parameters()) == accounting.count(ARMS[name].model).total
 
 
 # ------------------------------------------------------------------------------------------------------------- the page
@@ -106,11 +109,11 @@ def test_the_page_says_what_the_evidence_says(evidence: dict[str, Any]) -> None:
     page = TOOL["page"](evidence)
     lines = {match[1]: line for line in page.splitlines() if (match := re.search(r"<br>`zoo/([^`]+)` \|", line))}
     assert lines.keys() == ARMS.keys()
-    for i, (name, (entry, model)) in enumerate(ARMS.items()):
+    for i, (name, arm) in enumerate(ARMS.items()):
         cells = [cell.strip() for cell in lines[name].split("|")]
-        assert cells[2] == entry.sentence
+        assert cells[2] == arm.sentence
         assert cells[3].startswith(f"{SIZES[name]:,}")
-        assert cells[4] == f"{accounting.count(model).flops_per_token / 1e6:.2f} M"
+        assert cells[4] == f"{accounting.count(arm.model).flops_per_token / 1e6:.2f} M"
         assert cells[5:7] == (["diverged"] * 2 if i == 3 else [f"{10_000 - i:,}", f"{5 - 0.001 * i:.3f}"])
     assert [line for line in page.splitlines() if line.startswith("## ")] == [f"## {group}" for group in zoo.ZOO]
     assert "480 steps of 1,024 tokens" in page
@@ -124,7 +127,7 @@ def test_the_figure_has_a_dot_for_each_arm_that_did_not_diverge(evidence: dict[s
     places = [float(dot.attrib["cx"]) for dot in dots]
     assert places == sorted(places, reverse=True)  # the invented losses fall
     labels = {text.text for text in svg.findall("{*}text")}
-    assert labels >= {entry.label for entry, _ in ARMS.values()}
+    assert labels >= {arm.label for arm in ARMS.values()}
 
 
 def test_evidence_of_something_else_is_refused(evidence: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import qurve
-from qurve import NonlinearQuery
+from qurve import GPT, NonlinearQuery
+from qurve.model.config import ModelConfig
 
 D = 12
 
@@ -89,9 +90,11 @@ def test_options_reach_the_layer() -> None:
         post_norm="rmsnorm",
         eps=1e-3,
         scale=0.7,
+        start="exact",
         bias=True,
     )
-    expected = qurve.projections.Bottleneck("linear", 5, "silu", "layernorm", "rmsnorm", 1e-3, 0.7)
+    expected = qurve.projections.Bottleneck("linear", 5, "silu", "layernorm", "rmsnorm", 1e-3, 0.7, start="exact")
+    assert NonlinearQuery(D, norm_stage="separate").config.norm_stage == "separate"
     assert (layer.config, layer.dims) == (expected, (D, 20, True, 0))
     assert layer.w2.shape == (20, 5)
 
@@ -174,6 +177,10 @@ def test_names_itself() -> None:
         ({"anchor": "foo"}, "anchor = 'foo'"),
         ({"scale": "half"}, "scale = 'half' is not a finite number"),
         ({"width": 2.5}, "width = 2.5"),
+        ({"norm_stage": "apart"}, "norm_stage = 'apart'"),
+        ({"start": "exact", "post_norm": "none"}, "post_norm = 'none' has none; use 'layernorm' or 'rmsnorm'"),
+        ({"start": "exact", "anchor": "none"}, "anchor = 'none' has none; use 'linear'"),
+        ({"start": "exact", "norm_stage": "separate"}, "spans the anchor too"),
     ],
 )
 def test_a_misspelt_option_is_refused_and_never_another_function(options: dict[str, Any], said: str) -> None:
@@ -190,3 +197,59 @@ def test_a_width_that_is_no_number_is_refused(d_model: Any) -> None:
 def test_an_input_of_another_width_is_refused_by_its_width() -> None:
     with pytest.raises(ValueError, match="takes 8 channels, and the input has 6"):
         NonlinearQuery(8)(torch.ones(2, 3, 6))
+
+
+# ------------------------------------------------------------------------------------------------- a pretrained weight
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 0.3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_takes_over_a_pretrained_weight(bias: bool, scale: float) -> None:
+    linear, x_BTD = nn.Linear(D, 20, bias=bias), torch.randn(2, 7, D)
+    query = NonlinearQuery.from_linear(linear, scale=scale, width=5)
+    assert_close(query(x_BTD), linear(x_BTD), atol=1e-6, rtol=1e-6)
+    assert (query.config.anchor, query.config.start, query.config.width) == ("linear", "exact", 5)
+    assert query.dims == (D, 20, bias, 0)
+    assert query.w2.any()
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert query.weight.any()  # a copy
+    usual = NonlinearQuery.from_linear(linear, start="usual")
+    assert (usual(x_BTD) - linear(x_BTD)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_takes_over_half_precision_to_the_last_bit(scale: float) -> None:
+    linear, x_BTD = nn.Linear(D, D, bias=False, dtype=torch.bfloat16), torch.randn(2, 7, D, dtype=torch.bfloat16)
+    query = NonlinearQuery.from_linear(linear, scale=scale)
+    assert query.weight.dtype == torch.bfloat16
+    assert torch.equal(query(x_BTD), linear(x_BTD))
+
+
+def test_takes_over_the_queries_of_a_model_and_then_moves() -> None:
+    config = ModelConfig(n_layers=2, d_model=D, n_heads=2, d_ff=8, context=7, vocab_size=29, bias=True)
+    model, ids_BT = GPT(config, seed=1), torch.randint(29, (2, 7))
+    expected = model(ids_BT).detach()
+    for block in model.blocks:
+        block.attention.query = NonlinearQuery.from_linear(block.attention.query)
+    assert_close(model(ids_BT), expected, atol=1e-6, rtol=0)
+    query = model.blocks[0].attention.query
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for first in (True, False):
+        optimizer.zero_grad()
+        model.loss(ids_BT, ids_BT).backward()
+        assert query.post_gain.grad.any()
+        assert query.weight.grad.any()
+        assert query.w1.grad.any() != first  # behind a gain of zero, for one step
+        assert query.w2.grad.any() != first
+        optimizer.step()
+        assert query.post_gain.all()
+
+
+def test_what_is_no_pretrained_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no linear projection: it has to be x W"):
+        NonlinearQuery.from_linear(NonlinearQuery(D, anchor="linear"))
+    with pytest.raises(ValueError, match=r"no linear projection"):
+        NonlinearQuery.from_linear(nn.Identity())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"scale = 0 cannot be made up for"):
+        NonlinearQuery.from_linear(nn.Linear(D, D), scale=0.0)

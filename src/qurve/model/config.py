@@ -244,9 +244,11 @@ class ModelConfig:
 
     @property
     def embedding_std(self) -> float:
-        """Standard deviation that embeddings start with. Without norms the signal has to enter at unit scale, and a
-        head tied to such an embedding is scaled back by 0.02."""
-        return STD if self.residual.norm_place != "none" else 1.0
+        """Standard deviation that embeddings start with. Without norms their sum has to enter at unit scale, and a head
+        that is tied to them is scaled back to what is usual."""
+        if self.residual.norm_place != "none":
+            return STD
+        return math.sqrt(0.5) if isinstance(self.positions, Learned) else 1.0
 
 
 @lru_cache(maxsize=1024)

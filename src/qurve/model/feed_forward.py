@@ -41,6 +41,11 @@ class FeedForwardConfig(Choice):
         """Width of the hidden activations that the next block may read; 0 where a token has none of its own."""
         return d_ff
 
+    @property
+    def quadratic(self) -> bool:
+        """Whether a large input of twice the size gives about four times the output."""
+        return self.activation == "relu2"
+
     def num_params(self, d_model: int, d_ff: int, bias: bool) -> int:
         return sum(out * (into + bias) for out, into in self.matrices(d_model, d_ff).values())
 
@@ -79,6 +84,10 @@ class Gated(FeedForwardConfig):
     def matrices(self, d_model: int, d_ff: int) -> dict[str, tuple[int, int]]:
         return {"gate": (d_ff, d_model), "up": (d_ff, d_model), "down": (d_model, d_ff)}
 
+    @property
+    def quadratic(self) -> bool:
+        return True
+
     def build(self, config: ModelConfig) -> nn.Module:
         from qurve.model.feed_forward_modules import GatedFeedForward
 
@@ -108,6 +117,10 @@ class MixtureOfExperts(FeedForwardConfig):
 
     def matrices(self, d_model: int, d_ff: int) -> dict[str, tuple[int, int]]:
         return Gated(self.activation).matrices(d_model, d_ff)
+
+    @property
+    def quadratic(self) -> bool:
+        return True
 
     def hidden_width(self, d_ff: int) -> int:
         return 0  # each token's are those of its experts

@@ -149,7 +149,7 @@ class GPT(nn.Module):
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """The head: `[B, T, D]` -> `[B, T, V]`."""
         if self.config.tie_embeddings and self.config.embedding_std != STD:
-            hidden_BTD = STD * hidden_BTD
+            hidden_BTD = STD / self.config.embedding_std * hidden_BTD
         logits_BTV: Tensor = F.linear(hidden_BTD, self.head_weight)
         if (cap := self.config.logit_softcap) is not None:
             logits_BTV = cap * torch.tanh(logits_BTV.float() / cap)

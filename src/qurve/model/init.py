@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from qurve.model.config import ModelConfig
-from qurve.projections.base import STD
+from qurve.model.feed_forward import MixtureOfExperts
+from qurve.projections.base import STD, Moments
 from qurve.projections.functional import SECOND_MOMENT
 from qurve.projections.module import Projection
 
@@ -31,7 +32,8 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Matrices and embeddings normal with std 0.02, gains one, biases zero; what is on the meta device is left alone.
 
     What writes into the residual stream starts smaller, by 1 / sqrt(2 L), as in GPT-2. Where a skip is missing, the
-    matrices on the way keep the signal's size instead.
+    projections on the way keep the signal's size instead (`ProjectionConfig.preserving`); queries, keys and routers,
+    which carry none of it, start as ever.
     """
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -50,18 +52,11 @@ def _start(
 ) -> tuple[float | Tensor, float | None]:
     """The constant that a parameter starts with, or the standard deviation that it is drawn with."""
     if isinstance(module, Projection):
-        config = config.at(int(prefix.split(".")[1]))  # blocks.N.…
         init = module.config.parameters(module.dims)[name].init
-        part = "attention" if ".attention." in prefix else "mlp"
-        skipped = config.residual.attention_skip if part == "attention" else config.residual.mlp_skip
-        last = prefix.endswith((".output", ".down"))
-        joins = last and skipped and name in module.config.writers()
-        scale = 1 / math.sqrt(2 * config.n_layers) if joins else 1.0
-        std = STD * scale
-        if not skipped and not prefix.endswith((".query", ".key", ".router")):
-            power = SECOND_MOMENT[config.mlp.activation] if prefix.endswith(".down") else 1.0
-            std = 1 / math.sqrt(parameter.shape[-1] * power)
-        return ({"ones": scale, "zeros": 0.0}[init], None) if init != "normal" else (0.0, std)
+        if init == "zeros":
+            return 0.0, None
+        value = _size(prefix, module, name, STD if init == "normal" else 1.0, config)
+        return (0.0, value) if init == "normal" else (value, None)
     starts: dict[str, float | Tensor] = getattr(module, "starts", {})
     if name in starts:
         return starts[name], None
@@ -69,3 +64,16 @@ def _start(
         return 1.0, None
     std = config.embedding_std if isinstance(module, nn.Embedding) else STD
     return 0.0, std if parameter.dim() >= 2 else None
+
+
+def _size(prefix: str, projection: Projection, name: str, usual: float, config: ModelConfig) -> float:
+    """The standard deviation of a projection's matrix, or the value of its gain."""
+    residual, mlp = config.residual, config.at(int(prefix.split(".")[1])).mlp  # blocks.N.…
+    last = prefix.endswith((".output", ".down"))
+    if residual.attention_skip if ".attention." in prefix else residual.mlp_skip:
+        return usual / math.sqrt(2 * config.n_layers) if last and name in projection.config.writers() else usual
+    if prefix.endswith((".query", ".key", ".router")):
+        return usual
+    hidden = SECOND_MOMENT[mlp.activation] / (mlp.active if isinstance(mlp, MixtureOfExperts) else 1)
+    moments = Moments(input=hidden if prefix.endswith((".down", ".subspaces")) else 1.0, other=hidden)
+    return projection.config.preserving(projection.dims, moments).get(name, usual)

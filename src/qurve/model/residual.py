@@ -71,9 +71,9 @@ class ResidualConfig(Choice):
 class Skip(ResidualConfig):
     """`x + sublayer(norm(x))`, and the topologies that leave a norm or a skip out.
 
-    Where a skip is missing, weights start so that the signal is kept: matrices on the way with a variance of one over
-    their inputs, and attention shaped as `I + A - C` (C: uniform attention), which begins as the identity (He and
-    Hofmann, arXiv 2311.01906). Without norms the embeddings start at unit scale.
+    Where a skip is missing, weights start so that the signal is kept: the projections on the way keep its mean square
+    at one, and attention is shaped as `I + A - C` (C: uniform attention), which begins as the identity (He and Hofmann,
+    arXiv 2311.01906). Without norms the embeddings start at unit scale.
     """
 
     norms: Literal["pre", "post", "none"] = "pre"
@@ -82,6 +82,14 @@ class Skip(ResidualConfig):
     """Whether attention is skipped over."""
     mlp: bool = True
     """Whether the feed-forward is."""
+
+    def check(self, config: ModelConfig) -> None:
+        if self.norms == "none" and not self.mlp and config.mlp.quadratic:
+            raise ValueError(
+                "without norms and without a skip over it, a gated, expert or squared-ReLU feed-forward squares the "
+                "signal's size block by block, until it vanishes or overflows; use model.mlp = dense with gelu, relu "
+                "or silu, or keep norms or the skip"
+            )
 
     @property
     def norm_place(self) -> Literal["pre", "post", "none"]:

@@ -179,7 +179,7 @@ def _modern(family: str, query: ProjectionConfig) -> RunConfig:
 def zoo_runs() -> dict[str, RunConfig]:
     """One of each kind. Rate and floor are the small baseline's: no search was made for these either."""
     baseline = get("small/baseline")
-    return {name: dataclasses.replace(baseline, model=model) for _, name, _, model in zoo.arms(baseline.model)}
+    return {arm.name: dataclasses.replace(baseline, model=arm.model) for arm in zoo.arms(baseline.model)}
 
 
 def _smoke() -> RunConfig:

@@ -12,8 +12,14 @@ from typing import Any, NamedTuple
 
 from qurve import accounting
 from qurve.model.config import ModelConfig, Subspaces
+from qurve.model.feed_forward import Dense
 from qurve.model.residual import Skip
 from qurve.projections import Bottleneck, Identity, MLPReuse, Residual
+from qurve.zoo.hyper_connections import HyperConnections
+from qurve.zoo.linear_attention import LinearAttention
+from qurve.zoo.mlp_attention import MLPAttention
+from qurve.zoo.primer import Primer
+from qurve.zoo.projections import GatedOutput, NonlinearLoRA, mlp_projection
 
 
 class Entry(NamedTuple):
@@ -28,6 +34,7 @@ class Entry(NamedTuple):
 ANCHORED = Bottleneck(anchor="linear")
 """For keys and values: their weights are kept, and the nonlinear part is added to what they give."""
 BARE = Skip(norms="none", attention=False, mlp=False)
+MLP = mlp_projection(128)
 
 ZOO: dict[str, dict[str, Entry]] = {
     "Queries": {
@@ -65,6 +72,16 @@ ZOO: dict[str, dict[str, Entry]] = {
         "res-gelu-no-anchor": Entry(
             "Res. GELU, no anchor", "`f(x) / 2`: the bottleneck alone.", {"query": Bottleneck(anchor="none")}
         ),
+        "res-gelu-separate": Entry(
+            "Res. GELU, separate norms",
+            "`LN((n + GELU(n W1) W2) / 2)` with `n = RMSNorm(x)`: the norms are a stage of their own.",
+            {"query": Bottleneck(norm_stage="separate")},
+        ),
+        "res-gelu-exact": Entry(
+            "Res. GELU, linear anchor, exact start",
+            "`(x W_Q + f(x)) / 2` whose `f` starts at zero, by the post-norm's gain.",
+            {"query": Bottleneck(anchor="linear", start="exact")},
+        ),
         "qk-norm": Entry(
             "QK-norm",
             "RMSNorm over each head's queries and keys: the control for higher rates (after arXiv 2010.04245).",
@@ -87,6 +104,28 @@ ZOO: dict[str, dict[str, Entry]] = {
             {"query": Bottleneck(), "key": Bottleneck()},
         ),
         "value-identity": Entry("V, identity anchor", "The paper's layer as values.", {"value": Bottleneck()}),
+    },
+    "Other papers' projections": {
+        "mlp-qkv": Entry(
+            "MLP for Q, K and V",
+            "`ReLU(x W1) W2` with `W1: D -> 2 D`, without anchor or norms (arXiv 2310.11398).",
+            {"query": MLP, "key": MLP, "value": MLP},
+        ),
+        "nonlinear-lora": Entry(
+            "Nonlinear LoRA on Q and V",
+            "`x W + 2 GELU(x A) B` of rank 8, `B` at zero to begin with, nothing frozen (after arXiv 2106.09685).",
+            {"query": NonlinearLoRA(), "value": NonlinearLoRA()},
+        ),
+        "gate": Entry(
+            "Sigmoid output gate",
+            "`(y * sigmoid(x W_g)) W_O`: the heads' outputs gated by the block's input (arXiv 2505.06708).",
+            {"output": GatedOutput()},
+        ),
+        "gate-res-gelu": Entry(
+            "Sigmoid output gate and Res. GELU",
+            "Both at once: one acts before the softmax, the other after it.",
+            {"output": GatedOutput(), "query": Bottleneck()},
+        ),
     },
     "Output projection": {
         "output": Entry(
@@ -121,6 +160,33 @@ ZOO: dict[str, dict[str, Entry]] = {
             {"subspaces": Subspaces(q=16, k=16, v=16, qk=16, qv=16, kv=16)},
         ),
     },
+    "Mixers": {
+        "primer": Entry(
+            "Primer",
+            "Convolutions over three tokens after Q, K and V, and squared ReLU in the feed-forward (arXiv 2109.08668).",
+            {"mixer": Primer(), "mlp": Dense("relu2")},
+        ),
+        "primer-res-gelu": Entry(
+            "Primer and Res. GELU",
+            "The same with the paper's layer for queries.",
+            {"mixer": Primer(), "mlp": Dense("relu2"), "query": Bottleneck()},
+        ),
+        "linear-attention": Entry(
+            "Linear attention",
+            "`elu + 1` of queries and keys in place of the softmax: decoding at constant size (arXiv 2006.16236).",
+            {"mixer": LinearAttention()},
+        ),
+        "linear-attention-res-gelu": Entry(
+            "Linear attention and Res. GELU",
+            "The same feature map on the paper's queries.",
+            {"mixer": LinearAttention(), "query": Bottleneck()},
+        ),
+        "mlp-attention": Entry(
+            "MLP-attention",
+            "No queries or keys: an MLP of each token gives its attention to each position (Morsali et al., 2023).",
+            {"mixer": MLPAttention()},
+        ),
+    },
     "Residual schemes": {
         "post-norm": Entry(
             "Post-norm",
@@ -135,30 +201,61 @@ ZOO: dict[str, dict[str, Entry]] = {
             "Attention is not skipped over, and starts as the identity.",
             {"residual": Skip(attention=False)},
         ),
+        "norm-free": Entry("No norms", "Both skips, and no norm anywhere.", {"residual": Skip("none")}),
+        "shared": Entry("Shared weights", "One block's weights serve as all four.", {"share_blocks": True}),
+        "hyper-static": Entry(
+            "Hyper-connections, static",
+            "Four streams; learned weights read, write and mix them (arXiv 2409.19606).",
+            {"residual": HyperConnections(mode="static")},
+        ),
+        "hyper-dynamic": Entry(
+            "Hyper-connections, dynamic",
+            "The weights depend on the token (arXiv 2409.19606).",
+            {"residual": HyperConnections()},
+        ),
+        "hyper-manifold": Entry(
+            "Hyper-connections, manifold",
+            "The mixing matrix is kept doubly stochastic (arXiv 2512.24880).",
+            {"residual": HyperConnections(mode="manifold")},
+        ),
+        "hyper-pathways": Entry(
+            "Hyper-connections, Q, K and V apart, all three nonlinear",
+            "Queries, keys and values read the streams with weights of their own, and Q and K have identity anchors: "
+            "the asymmetry that arXiv 2603.13381 suggests against the term `X Xᵀ`.",
+            {
+                "residual": HyperConnections(pathways=True),
+                "query": Bottleneck(),
+                "key": Bottleneck(),
+                "value": ANCHORED,
+            },
+        ),
     },
 }
 """By what they change; the first is the baseline."""
 
-CONTROLLED = ("key", "all-three", "mlp-reuse", "subspaces")
+CONTROLLED = ("key", "all-three", "gate", "mlp-qkv", "nonlinear-lora", "mlp-reuse", "subspaces", "mlp-attention")
 """Arms with more parameters than the baseline. Each has a control, `NAME-mlp`: the baseline with so much wider a
 feed-forward. Other arms of the same size have it as theirs."""
 
 
-def arms(baseline: ModelConfig) -> Iterator[tuple[str, str, Entry, ModelConfig]]:
-    """Group, name, entry and model of every arm, each control after its arm."""
+class Member(NamedTuple):
+    """An arm with its model. A control says how near it comes to its arm."""
+
+    group: str
+    name: str
+    label: str
+    sentence: str
+    model: ModelConfig
+    match: accounting.Match | None = None
+
+
+def arms(baseline: ModelConfig) -> Iterator[Member]:
+    """Every arm, each control after its arm."""
     for group, entries in ZOO.items():
-        for name, entry in entries.items():
-            model = dataclasses.replace(baseline, **entry.changes)
-            yield group, name, entry, model
+        for name, (label, sentence, changes) in entries.items():
+            model = dataclasses.replace(baseline, **changes)
+            yield Member(group, name, label, sentence, model)
             if name in CONTROLLED:
-                control = widened(model, baseline)
-                label = f"MLP of {control.d_ff}"
-                sentence = f"The baseline with a wider feed-forward: as many parameters as *{entry.label}*."
-                yield group, f"{name}-mlp", Entry(label, sentence, {"d_ff": control.d_ff}), control
-
-
-def widened(arm: ModelConfig, baseline: ModelConfig) -> ModelConfig:
-    """The baseline with the feed-forward that makes it as large as `arm`, as nearly as whole units can."""
-    one_more = dataclasses.replace(baseline, d_ff=baseline.d_ff + 1)
-    arm_size, size, next_size = (accounting.count(model).non_embedding for model in (arm, baseline, one_more))
-    return dataclasses.replace(baseline, d_ff=baseline.d_ff + round((arm_size - size) / (next_size - size)))
+                control, match = accounting.match("params", model, baseline)
+                told = f"The baseline with a wider feed-forward: as many parameters as *{label}*."
+                yield Member(group, f"{name}-mlp", f"MLP of {control.d_ff}", told, control, match)

@@ -44,6 +44,13 @@ class ParameterSpec(NamedTuple):
     init: Literal["normal", "ones", "zeros"] = "normal"
 
 
+class Moments(NamedTuple):
+    """Mean squares of the entries that a projection reads."""
+
+    input: float = 1.0
+    other: float = 1.0
+
+
 @dataclass(frozen=True)
 class ProjectionConfig(Choice):
     """Base class of all projections; register a kind with `@ProjectionConfig.register("name")`."""
@@ -87,6 +94,19 @@ class ProjectionConfig(Choice):
     def writers(self) -> tuple[str, ...]:
         """The parameters that the output is proportional to: smaller at the start where it joins a residual stream."""
         return ("weight",)
+
+    def preserving(self, dims: Dims, moments: Moments) -> Mapping[str, float]:
+        """How parameters start where no skip carries the signal past, so that the output's entries have mean square 1.
+
+        Standard deviations of matrices drawn `normal`, values of gains that start as `ones`; what is not named starts
+        as ever. `moments` are the mean squares of the entries of the input and of what is also read.
+        """
+        return {"weight": 1 / math.sqrt(dims.d_in * moments.input)}
+
+    @property
+    def identity_term(self) -> float:
+        """`c`, where the output is `c x` plus something else; 0 where the input is no term of its own."""
+        return 0.0
 
     def num_params(self, dims: Dims) -> int:
         return sum(math.prod(spec.shape) for spec in self.parameters(dims).values())

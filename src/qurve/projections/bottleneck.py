@@ -7,14 +7,15 @@ Source: "Beyond Linearity in Attention Projections" (arXiv 2603.13381), equation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from qurve.projections import functional as F
-from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig
+from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig
 from qurve.projections.functional import Activation, Norm
-from qurve.projections.identity import require_square
+from qurve.projections.identity import beside_identity, require_square
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,13 @@ Anchor = Literal["identity", "linear", "none"]
 @ProjectionConfig.register("bottleneck")
 @dataclass(frozen=True)
 class Bottleneck(ProjectionConfig):
-    """`scale * (anchor(x) + f(x))`; the defaults are the paper's layer.
+    """An anchor plus `f`; the defaults are the paper's layer.
+
+        coupled     Q(x) = scale * (anchor(x) + post(a(pre(x) W1) W2))
+        separate    Q(x) = post(scale * (anchor(n) + a(n W1) W2)),   n = pre(x)
+
+    `anchor` is the identity, a matrix `W`, or nothing; `a` the activation; `pre` and `post` the norms, which a separate
+    norm stage puts around the whole projection (the paper's section 1 names both).
 
     Parameters: `w1 [R, D]`, `w2 [O, R]`, `pre_gain [D]`, `post_gain [O]` (a norm that is off has none), with the linear
     anchor `weight [O, D]`; where the model carries biases also `b1 [R]`, `b2 [O]`, `pre_bias`, `post_bias` (layer norms
@@ -43,6 +50,11 @@ class Bottleneck(ProjectionConfig):
     post_norm: Norm = "layernorm"
     eps: float = 1e-5
     scale: float = 0.5
+    norm_stage: Literal["coupled", "separate"] = "coupled"
+    """Whether the norms belong to `f`, as in the paper, or stand around the whole projection."""
+    start: Literal["usual", "exact"] = "usual"
+    """Exact: the post-norm's gain starts at zero, so that `Q(x) = scale * anchor(x)` to the last bit. `W2` starts as
+    usual: at zero it would hold the layer norm where its slope is `1 / sqrt(eps)`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +62,22 @@ class Bottleneck(ProjectionConfig):
             raise ValueError(f"width = {self.width}: the bottleneck needs at least one unit")
         if self.eps <= 0:
             raise ValueError(f"eps = {self.eps}: it must be above zero")
+        if self.start == "exact":
+            self._check_exact()
+
+    def _check_exact(self) -> None:
+        if self.anchor == "none":
+            raise ValueError("start = 'exact' leaves the anchor alone, and anchor = 'none' has none; use 'linear'")
+        if self.post_norm == "none":
+            raise ValueError(
+                "start = 'exact' puts the post-norm's gain at zero, and post_norm = 'none' has none; use "
+                "'layernorm' or 'rmsnorm'"
+            )
+        if self.norm_stage == "separate":
+            raise ValueError(
+                "start = 'exact' needs norm_stage = 'coupled': a separate post-norm spans the anchor too, so that its "
+                "gain at zero would silence everything"
+            )
 
     def check(self, dims: Dims) -> None:
         if self.anchor == "identity":
@@ -61,8 +89,31 @@ class Bottleneck(ProjectionConfig):
         """R, resolved."""
         return dims.d_in // 2 if self.width is None else self.width
 
+    @property
+    def identity_term(self) -> float:
+        return self.scale if self.anchor == "identity" and self.norm_stage == "coupled" else 0.0
+
     def writers(self) -> tuple[str, ...]:
-        return ("w2" if self.post_norm == "none" else "post_gain", "weight")
+        if self.post_norm == "none":
+            return ("w2", "weight")
+        return ("post_gain", "weight") if self.norm_stage == "coupled" else ("post_gain",)
+
+    def preserving(self, dims: Dims, moments: Moments) -> Mapping[str, float]:
+        m_in = moments.input if self.pre_norm == "none" else 1.0
+        m_hidden = self.rank(dims) * F.SECOND_MOMENT[self.activation]
+        m_anchor = m_in if self.norm_stage == "separate" else moments.input
+        whole = 1 / abs(self.scale) if self.scale else 1.0
+        f = {"none": whole, "linear": whole / math.sqrt(2), "identity": beside_identity(self.scale, m_anchor)}[
+            self.anchor
+        ]
+        found = {"w1": 1 / math.sqrt(dims.d_in * m_in), "w2": 1 / math.sqrt(m_hidden)}
+        if self.post_norm == "none" or self.norm_stage == "separate":
+            found["w2"] *= f
+        else:
+            found["post_gain"] = f
+        if self.anchor == "linear":
+            found["weight"] = (whole if self.start == "exact" else f) / math.sqrt(dims.d_in * m_anchor)
+        return found
 
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         d_in, d_out, bias, _ = dims
@@ -71,7 +122,7 @@ class Bottleneck(ProjectionConfig):
         if self.pre_norm != "none":
             specs["pre_gain"] = ParameterSpec((d_in,), "ones")
         if self.post_norm != "none":
-            specs["post_gain"] = ParameterSpec((d_out,), "ones")
+            specs["post_gain"] = ParameterSpec((d_out,), "zeros" if self.start == "exact" else "ones")
         if self.anchor == "linear":
             specs["weight"] = ParameterSpec((d_out, d_in))
         if bias:
@@ -85,11 +136,11 @@ class Bottleneck(ProjectionConfig):
         return specs
 
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
-        n_BTD = F.normalize(self.pre_norm, x_BTD, p.get("pre_gain"), p.get("pre_bias"), self.eps)
+        n_BTD = self._pre(p, x_BTD)
         h_BTR = F.activate(self.activation, F.wide(F.linear(n_BTD, p.w1, p.get("b1"))))
-        y_BTO = F.linear(h_BTR, p.w2, p.get("b2"))
-        f_BTO = F.normalize(self.post_norm, y_BTO, p.get("post_gain"), p.get("post_bias"), self.eps)
-        return self._anchored(p, F.linear(x_BTD, p.weight) if self.anchor == "linear" else x_BTD, f_BTO, y_BTO)
+        anchored_BTD = x_BTD if self.norm_stage == "coupled" else n_BTD
+        anchor_BTO = F.linear(anchored_BTD, p.weight) if self.anchor == "linear" else anchored_BTD
+        return self._together(p, anchor_BTO, h_BTR)
 
     def stem_rows(self, dims: Dims) -> int:
         return self.rank(dims) + (dims.d_out if self.anchor == "linear" else 0)
@@ -97,25 +148,47 @@ class Bottleneck(ProjectionConfig):
     def stem(self, p: Projection) -> Tensor:
         import torch
 
-        w1 = p.w1 if self.pre_norm == "none" else F.fold(self.pre_norm, p.w1, p.pre_gain)
-        return torch.cat([w1, p.weight]) if self.anchor == "linear" else w1
+        w1, weight = p.w1, p.get("weight")
+        if self.pre_norm != "none":
+            w1 = F.fold(self.pre_norm, w1, p.pre_gain)
+            if weight is not None and self.norm_stage == "separate":
+                weight = F.fold(self.pre_norm, weight, p.pre_gain)
+        return w1 if weight is None else torch.cat([w1, weight])
 
     def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
         rank = self.rank(p.dims)
-        s_BTR = F.wide(stem_BTS[..., :rank])
+        s_BTR, anchor_BTO = F.wide(stem_BTS[..., :rank]), stem_BTS[..., rank:]
+        separate_linear = self.anchor == "linear" and self.norm_stage == "separate"
+        if self.anchor == "identity":
+            anchor_BTO = x_BTD if self.norm_stage == "coupled" else self._pre(p, x_BTD)
         if self.pre_norm != "none":
-            s_BTR = s_BTR * F.inverse_deviation(self.pre_norm, x_BTD, self.eps)
+            inverse_BT1 = F.inverse_deviation(self.pre_norm, x_BTD, self.eps)
+            s_BTR = s_BTR * inverse_BT1
+            if separate_linear:
+                anchor_BTO = F.wide(anchor_BTO) * inverse_BT1
         if p.dims.bias:
             s_BTR = s_BTR + p.b1
             if self.pre_norm == "layernorm":
                 s_BTR = s_BTR + F.wide(p.w1) @ F.wide(p.pre_bias)
-        y_BTO = F.linear(F.activate(self.activation, s_BTR), p.w2, p.get("b2"))
-        f_BTO = F.normalize(self.post_norm, y_BTO, p.get("post_gain"), p.get("post_bias"), self.eps)
-        return self._anchored(p, stem_BTS[..., rank:] if self.anchor == "linear" else x_BTD, f_BTO, y_BTO)
+                if separate_linear:
+                    anchor_BTO = anchor_BTO + F.wide(p.weight) @ F.wide(p.pre_bias)
+        return self._together(p, anchor_BTO, F.activate(self.activation, s_BTR))
 
-    def _anchored(self, p: Projection, anchor_BTO: Tensor, f_BTO: Tensor, y_BTO: Tensor) -> Tensor:
-        """`scale * (anchor + f)`, in the dtype that the matrix products ran in."""
-        out_BTO = f_BTO if self.anchor == "none" else anchor_BTO + f_BTO
+    def _pre(self, p: Projection, x_BTD: Tensor) -> Tensor:
+        return F.normalize(self.pre_norm, x_BTD, p.get("pre_gain"), p.get("pre_bias"), self.eps)
+
+    def _post(self, p: Projection, y_BTO: Tensor) -> Tensor:
+        return F.normalize(self.post_norm, y_BTO, p.get("post_gain"), p.get("post_bias"), self.eps)
+
+    def _together(self, p: Projection, anchor_BTO: Tensor, h_BTR: Tensor) -> Tensor:
+        """From the anchor (without its bias) and the bottleneck's units to the output, in the products' dtype."""
+        y_BTO = F.linear(h_BTR, p.w2, p.get("b2"))
+        out_BTO = self._post(p, y_BTO) if self.norm_stage == "coupled" else y_BTO
+        if self.anchor != "none":
+            out_BTO = anchor_BTO + out_BTO
         if self.anchor == "linear" and p.dims.bias:
             out_BTO = out_BTO + p.bias
-        return (self.scale * out_BTO).to(y_BTO.dtype)
+        out_BTO = self.scale * out_BTO
+        if self.norm_stage == "separate":
+            out_BTO = self._post(p, out_BTO)
+        return out_BTO.to(y_BTO.dtype)

@@ -5,12 +5,13 @@ Source: Karbevski and Mijoski (arXiv 2510.23912), who train with `W_Q = I`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qurve.projections import functional as F
-from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig
+from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,13 @@ def require_square(kind: str, dims: Dims, way_out: str) -> None:
         )
 
 
+def beside_identity(scale: float, moment: float) -> float:
+    """Root mean square of `f` with which `scale * (x + f)` has mean square 1, if `x` has `moment` and both are
+    uncorrelated; 1 where `x` alone is too large for that."""
+    missing = 1 / scale**2 - moment if scale else 0.0
+    return math.sqrt(missing) if missing > 0 else 1.0
+
+
 @ProjectionConfig.register("identity")
 @dataclass(frozen=True)
 class Identity(ProjectionConfig):
@@ -34,7 +42,14 @@ class Identity(ProjectionConfig):
     def check(self, dims: Dims) -> None:
         require_square("the identity projection", dims, "use 'linear'")
 
+    @property
+    def identity_term(self) -> float:
+        return 1.0
+
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
+        return {}
+
+    def preserving(self, dims: Dims, moments: Moments) -> Mapping[str, float]:
         return {}
 
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
@@ -56,6 +71,13 @@ class Residual(ProjectionConfig):
 
     def check(self, dims: Dims) -> None:
         require_square("the residual projection", dims, "use 'linear'")
+
+    @property
+    def identity_term(self) -> float:
+        return self.scale
+
+    def preserving(self, dims: Dims, moments: Moments) -> Mapping[str, float]:
+        return {"weight": beside_identity(self.scale, moments.input) / math.sqrt(dims.d_in * moments.input)}
 
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         specs = {"weight": ParameterSpec((dims.d_out, dims.d_in))}

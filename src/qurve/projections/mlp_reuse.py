@@ -7,13 +7,14 @@ Source: arXiv 2603.13381, appendix B.1 (all of `h`) and section 3 (its first D c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qurve.projections import functional as F
-from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig
-from qurve.projections.identity import require_square
+from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig
+from qurve.projections.identity import beside_identity, require_square
 from qurve.projections.linear import Linear
 
 if TYPE_CHECKING:
@@ -52,6 +53,14 @@ class MLPReuse(ProjectionConfig):
                 f"sliced MLP reuse takes the first {dims.d_out} hidden activations of the previous block, which has "
                 f"{dims.d_other}; use sliced = false"
             )
+
+    @property
+    def identity_term(self) -> float:
+        return self.scale
+
+    def preserving(self, dims: Dims, moments: Moments) -> Mapping[str, float]:
+        read = dims.d_out if self.sliced else dims.d_other
+        return {"weight": beside_identity(self.scale, moments.input) / math.sqrt(read * moments.other)}
 
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         specs = {"weight": ParameterSpec((dims.d_out, dims.d_out if self.sliced else dims.d_other))}

@@ -1,0 +1,1 @@
+"""Measurements on models: what a projection does to attention."""
