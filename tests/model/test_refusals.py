@@ -62,7 +62,7 @@ def lines_of(error: BaseException | None) -> Iterator[tuple[str, int]]:
         while trace is not None:
             yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
             trace = trace.tb_next
-        error = error.__context__
+        error = error.__cause__ or error.__context__
 
 
 def test_every_refusal_of_the_code_has_a_row() -> None:
