@@ -18,6 +18,7 @@ from qurve.model.mixers import MixerConfig
 from qurve.model.positions import Learned, NoPositions, Rope
 from qurve.model.residual import ResidualConfig, Skip
 from qurve.projections import Bottleneck, Identity, Linear, MLPReuse, ProjectionConfig, Residual
+from qurve.zoo.hyper_connections import HyperConnections
 
 LENGTH, VOCABULARY = 63, 29
 BASE: dict[str, Any] = {"n_layers": 2, "d_model": 60, "d_ff": 70, "context": LENGTH, "vocab_size": VOCABULARY}
@@ -35,6 +36,7 @@ def one(field: str, options: dict[str, Any]) -> dict[str, Option]:
     return {name: {field: value} for name, value in options.items()}
 
 
+@functools.cache
 def factors() -> dict[str, dict[str, Option]]:
     """The options of each factor by name; each option sets some fields of the model. The first is the usual one."""
     by_place = {
@@ -48,7 +50,7 @@ def factors() -> dict[str, dict[str, Option]]:
         "residual": Residual(),
         "anchored": Bottleneck("linear", pre_norm="layernorm", activation="relu2"),
         "anchorless": Bottleneck("none", 9, "silu", "none", "rmsnorm"),
-        "bare": Bottleneck(pre_norm="none", post_norm="none", activation="relu"),
+        "separate": Bottleneck("linear", norm_stage="separate", pre_norm="none"),
         "mlp_reuse": MLPReuse(),
         "mlp_slice": MLPReuse(sliced=True, first=Bottleneck()),
     }
@@ -79,6 +81,9 @@ def factors() -> dict[str, dict[str, Option]]:
                     "skipless": Skip("none", attention=False, mlp=False),
                     "attention-skip": Skip(mlp=False),
                     "mlp-skip": Skip(attention=False),
+                    "static": HyperConnections(3, "static"),
+                    "manifold": HyperConnections(2, "manifold"),
+                    "pathways": HyperConnections(pathways=True),
                 },
             ),
         ),

@@ -183,8 +183,9 @@ ZOO: dict[str, dict[str, Entry]] = {
         ),
         "mlp-attention": Entry(
             "MLP-attention",
-            "No queries or keys: an MLP of each token gives its attention to each position (Morsali et al., 2023).",
-            {"mixer": MLPAttention()},
+            "No queries or keys: an MLP of each token gives its attention to each position (Morsali et al., 2023); of "
+            "hidden width 32, which takes the parameters of W_Q and W_K.",
+            {"mixer": MLPAttention(hidden=32)},
         ),
     },
     "Residual schemes": {
@@ -233,7 +234,7 @@ ZOO: dict[str, dict[str, Entry]] = {
 }
 """By what they change; the first is the baseline."""
 
-CONTROLLED = ("key", "all-three", "gate", "mlp-qkv", "nonlinear-lora", "mlp-reuse", "subspaces", "mlp-attention")
+CONTROLLED = ("key", "all-three", "gate", "mlp-qkv", "nonlinear-lora", "mlp-reuse", "subspaces")
 """Arms with more parameters than the baseline. Each has a control, `NAME-mlp`: the baseline with so much wider a
 feed-forward. Other arms of the same size have it as theirs."""
 

@@ -28,6 +28,8 @@ READ_OWN = 0.75
 MIX_OWN = 5.0
 """`Manifold`'s logit, at the start, of a stream's weight in its own next value; those of the others are zero."""
 SINKHORN_STEPS = 20
+FLOOR = -60.0
+"""Smallest logit in `Manifold`'s mix beside the largest of its column."""
 
 
 class Static(Residual):
@@ -161,13 +163,16 @@ class Manifold(Static):
 def sinkhorn(logits_NN: Tensor, steps: int = SINKHORN_STEPS) -> Tensor:
     """`exp(logits)` with its columns and its rows divided by their sums, in turn: towards a doubly stochastic matrix.
 
-    In logarithms, so that no sum is ever zero. The rows come last and sum to one exactly, the columns as far as the
-    steps have come: to about a hundredth where a matrix is close to a permutation, where they come slowly.
+    The rows come last and sum to one exactly, the columns as far as the steps have come: to about a hundredth where a
+    matrix is close to a permutation, where they come slowly.
     """
+    # Each column's largest is taken out, which its sum would take out in any case, and there is a floor: so no sum
+    # overflows or is zero. In logarithms neither could be, but compilers then take several times as long.
+    mix_NN = (logits_NN - logits_NN.detach().amax(-2, keepdim=True)).clamp(min=FLOOR).exp()
     for _ in range(steps):
-        logits_NN = logits_NN - logits_NN.logsumexp(-2, keepdim=True)
-        logits_NN = logits_NN - logits_NN.logsumexp(-1, keepdim=True)
-    return logits_NN.exp()
+        mix_NN = mix_NN / mix_NN.sum(-2, keepdim=True)
+        mix_NN = mix_NN / mix_NN.sum(-1, keepdim=True)
+    return mix_NN
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[None]:
