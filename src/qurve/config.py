@@ -188,6 +188,7 @@ def apply_settings(config: C, settings: Iterable[str]) -> C:
     has to fit together: one may ask for what a later one makes possible.
     """
     draft, trouble, blamed = config, "", ""
+    cause: ValueError | None = None
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals or not path.strip():
@@ -197,10 +198,10 @@ def apply_settings(config: C, settings: Iterable[str]) -> C:
             config, trouble = _checked(draft), ""
         except ValueError as error:
             if str(error) != trouble:
-                trouble = str(error)
+                trouble, cause = str(error), error
                 blamed = trouble if isinstance(error, BadInput) else f"--set {path.strip()}={text.strip()}: {error}"
     if trouble:
-        raise BadInput(blamed)
+        raise BadInput(blamed) from cause
     return config
 
 

@@ -80,7 +80,9 @@ def stands_in(kind: ProjectionConfig) -> list[str]:
 def documented(config: ModelConfig, prefix: str, module: torch.nn.Module, name: str) -> tuple[str, float]:
     """How a parameter starts, by the rules that `initialize` and the kinds state: a constant, or a deviation."""
     if not isinstance(module, Projection):
-        if isinstance(module, torch.nn.Embedding | torch.nn.Linear):
+        if isinstance(module, torch.nn.Embedding):  # two of them make one signal
+            return "normal", math.sqrt(0.5) if config.residual.norm_place == "none" else 0.02
+        if isinstance(module, torch.nn.Linear):
             return "normal", 0.02
         return "constant", 0.0 if name == "bias" else 1.0
     kind, dims = module.config, module.dims

@@ -27,12 +27,12 @@ def test_the_page_is_the_codes() -> None:
 def test_a_refusal_names_the_thing_and_its_reason(row: tuple[str, ...]) -> None:
     said = TOOL["message"](row)
     assert len(said) > 20
-    assert re.match(r"(model\.|mlp\.|positions\.|heads of )", said)
+    assert re.match(r"(model\.|mixer\.|mlp\.|positions\.|heads of )", said)
 
 
 @pytest.mark.parametrize("row", [row for title, row in ROWS if title.startswith("Combinations")], ids=" ".join)
 def test_a_refused_combination_has_a_way_out(row: tuple[str, ...]) -> None:
-    assert re.search(r"\b(use|give|take|nearest|it is for|needs|equally)\b", TOOL["message"](row))
+    assert re.search(r"\b(use|give|take|keep|leave|allot|nearest|it is for|needs|equally)\b", TOOL["message"](row))
 
 
 # ------------------------------------------------------------------------------------------------------ nothing is left
@@ -42,7 +42,8 @@ def modules() -> set[str]:
     """Where the configurations of a model are: of every registered kind, and of what they have in common."""
     kinds = [kind for base in Choice.__subclasses__() for kind in base.registry.values()]
     classes = {cls for kind in kinds for cls in kind.__mro__ if issubclass(cls, Choice) and cls is not Choice}
-    return {"qurve.model.config", *(cls.__module__ for cls in classes if cls.__module__.startswith("qurve."))}
+    of_a_model = ("qurve.model.", "qurve.projections.", "qurve.zoo.")
+    return {"qurve.model.config", *(cls.__module__ for cls in classes if cls.__module__.startswith(of_a_model))}
 
 
 def refusals_in(module: str) -> Iterator[tuple[str, int, int]]:
@@ -62,7 +63,7 @@ def lines_of(error: BaseException | None) -> Iterator[tuple[str, int]]:
         while trace is not None:
             yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
             trace = trace.tb_next
-        error = error.__context__
+        error = error.__cause__ or error.__context__
 
 
 def test_every_refusal_of_the_code_has_a_row() -> None:
