@@ -154,8 +154,7 @@ def with_a_cache(config: ModelConfig, held: int, new: int) -> float:
     return counter.get_total_flops() / (2 * new)
 
 
-@given(model_configs())
-def test_any_model_is_counted_as_built(config: ModelConfig) -> None:
+def assert_parameters_are_as_built(config: ModelConfig) -> None:
     found, model, idle = count(config), on_meta(config), 0
     assert (found.non_embedding, found.total) == parameters(model)
     for module in model.modules():
@@ -164,19 +163,25 @@ def test_any_model_is_counted_as_built(config: ModelConfig) -> None:
     assert found.active == found.non_embedding - idle
 
 
+@settings(max_examples=50)
+@given(model_configs())
+def test_any_model_is_counted_as_built(config: ModelConfig) -> None:
+    assert_parameters_are_as_built(config)
+
+
 @pytest.mark.parametrize("name", ["paper/baseline", "paper/res-gelu-best", "paper/identity-mlp-4.5", "smoke"])
 def test_flops_are_torchs(name: str) -> None:
     config = dataclasses.replace(presets.get(name).model, n_layers=2)
     assert counted_flops(config) == count(config).forward_flops_per_token
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(model_configs())
 def test_forward_flops_are_torchs_for_any_model(config: ModelConfig) -> None:
     assert counted_flops(config) == count(config).forward_flops_per_token
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(model_configs(), st.data())
 def test_flops_of_a_prompt_and_of_the_next_token_are_torchs(config: ModelConfig, data: st.DataObject) -> None:
     assume(config.context > 1)
@@ -205,14 +210,19 @@ SMALL = ModelConfig(n_layers=3, d_model=24, n_heads=4, d_ff=40, context=8, vocab
 
 
 @pytest.mark.parametrize("changes", ODDITIES, ids=str)
-def test_backward_flops_are_torchs(changes: dict[str, Any]) -> None:
+def test_every_option_is_counted_forward_backward_and_decoding(changes: dict[str, Any]) -> None:
     try:
         config = dataclasses.replace(SMALL, **changes)
     except ValueError:
         pytest.skip("refused")
+    assert_parameters_are_as_built(config)
     found = count(config)
+    assert counted_flops(config) == found.forward_flops_per_token
     assert counted_flops(config, backward=True) == found.forward_flops_per_token + found.backward_flops_per_token
     assert found.flops_per_token == found.forward_flops_per_token + found.backward_flops_per_token
+    assert with_a_cache(config, 0, 5) == found.prefill_flops(5)
+    assert with_a_cache(config, 5, 1) == found.decode_flops(5)
+    assert with_a_cache(config, 0, 1) == found.decode_flops(0)
 
 
 # ------------------------------------------------------------------------------------------------------ decoding state
