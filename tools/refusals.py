@@ -68,9 +68,9 @@ REFUSALS: dict[str, list[tuple[str, ...]]] = {
 CALLS: dict[str, Callable[[], object]] = {
     "more tokens than `model.context`": lambda: built()(tokens(129)),
     "more tokens than the cache has room for": lambda: built()(tokens(8), Cache(built().config, 1, 7)),
-    "decoding, where `model.attends=bidirectional`": lambda: Cache(built("model.attends=bidirectional").config, 1),
+    "decoding, where `model.attends=bidirectional`": lambda: Cache(built("attends=bidirectional").config, 1),
     "`prefix_B` to a causal model": lambda: built()(tokens(8), prefix_B=torch.tensor([3])),
-    "no `prefix_B`, where `model.attends=prefix`": lambda: built("model.attends=prefix")(tokens(8)),
+    "no `prefix_B`, where `model.attends=prefix`": lambda: built("attends=prefix")(tokens(8)),
     "`padding_B` beside a cache": lambda: built()(tokens(8), Cache(built().config, 1), padding_B=torch.tensor([3])),
     "`padding_B` of another batch": lambda: Cache(built().config, 2, padding_B=torch.tensor([3])),
     "`allowed_BTT` beside a cache": lambda: built()(
@@ -105,7 +105,7 @@ def message(settings: tuple[str, ...]) -> str:
 
 def built(*settings: str) -> GPT:
     with torch.device("meta"):
-        return GPT(apply_settings(presets.get(BASE), settings).model)
+        return GPT(apply_settings(presets.get(BASE).model, settings))
 
 
 def tokens(length: int) -> torch.Tensor:
