@@ -113,7 +113,7 @@ def test_it_computes_the_documented_formula(plugin: Path) -> None:
     x_BTD = torch.randn(2, 7, 12)
     module = config.query.build(12, 12)
     h_BTR = torch.nn.functional.gelu(x_BTD @ module.w1.T) * (x_BTD @ module.w3.T)
-    f_BTD = torch.nn.functional.layer_norm(h_BTR @ module.w2.T, (12,))
+    f_BTD = torch.nn.functional.layer_norm(h_BTR @ module.w2.T, (12,), eps=1e-8)
     torch.testing.assert_close(module(x_BTD), (x_BTD + f_BTD) / 2)
 
 
