@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """The guide's two files in one folder. What they register is forgotten afterwards."""
     before, path, modules = dict(ProjectionConfig.registry), list(sys.path), set(sys.modules)
     blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / "docs/new-projection.md").read_text(), re.DOTALL)
-    assert [name for _, name in blocks] == ["channel_mix.py", "my_study.py"]
+    assert [name for _, name in blocks] == ["gated_query.py", "my_study.py"]
     for text, name in blocks:
         (tmp_path / name).write_text(text)
     yield tmp_path
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def plugin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(VARIABLE, str(folder / "channel_mix.py"))
+    monkeypatch.setenv(VARIABLE, str(folder / "gated_query.py"))
     return folder
 
 
@@ -66,53 +66,54 @@ def test_the_guides_study_is_trained_in_worker_processes(
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     options = ["--data", str(data_folder), "--seeds", "1", "--steps", "3", "--workers", "1", "--device", "cpu"]
     qurve("compare", str(folder / "my_study.py"), "--out", "study", *options, *SETTINGS, cwd=elsewhere)
-    runs = {name: RunFolder(elsewhere / f"study/runs/{name}/seed-1") for name in ("half", "channel-mix")}
+    runs = {name: RunFolder(elsewhere / f"study/runs/{name}/seed-1") for name in ("paper", "gated")}
     assert [run.status()["status"] for run in runs.values()] == ["finished", "finished"]
-    assert runs["channel-mix"].config_json()[0]["model"]["query"] == {"kind": "channel_mix", "width": 64}
-    assert "Learned mix" in write_report(elsewhere / "study").read_text()  # without the kind
+    assert runs["gated"].config_json()[0]["model"]["query"] == {"kind": "gated_query", "width": None}
+    assert "Gated bottleneck" in write_report(elsewhere / "study").read_text()  # without the kind
 
-    with pytest.raises(BadInput, match=r"model\.query\.kind = 'channel_mix' is unknown"):
-        GPT.from_run(runs["channel-mix"].path)
-    monkeypatch.setenv(VARIABLE, str(folder / "channel_mix.py"))
-    model = GPT.from_run(runs["channel-mix"].path)
+    with pytest.raises(BadInput, match=r"model\.query\.kind = 'gated_query' is unknown"):
+        GPT.from_run(runs["gated"].path)
+    monkeypatch.setenv(VARIABLE, str(folder / "gated_query.py"))
+    model = GPT.from_run(runs["gated"].path)
     ids_BT = torch.arange(13)[None]
     assert torch.isfinite(model(ids_BT)).all()
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters() if ".query." in name}
-    assert names == {"w1", "w2", "gain", "mix"}
+    assert names == {"w1", "w2", "w3", "gain"}
 
 
 @pytest.mark.slow
 def test_a_run_of_it_is_continued(plugin: Path, data_folder: Path) -> None:
-    options = ["--set", "model.query=channel_mix", "--data", str(data_folder), "--device", "cpu", "--out", "run"]
+    options = ["--set", "model.query=gated_query", "--data", str(data_folder), "--device", "cpu", "--out", "run"]
     command = ["train", "smoke", *options, *SETTINGS, "--steps", "6"]
-    qurve(*command, "--stop-at", "3", cwd=plugin, QURVE_PLUGINS="channel_mix.py")
-    qurve(*command, "--resume", "auto", cwd=plugin, QURVE_PLUGINS="channel_mix.py")
+    qurve(*command, "--stop-at", "3", cwd=plugin, QURVE_PLUGINS="gated_query.py")
+    qurve(*command, "--resume", "auto", cwd=plugin, QURVE_PLUGINS="gated_query.py")
     assert RunFolder(plugin / "run").last_step() == 6
 
 
 @pytest.mark.slow
 def test_it_keeps_the_contract(plugin: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "tests/projections/test_contract.py", "-k", "channel_mix"]
-    variables = environment(QURVE_PLUGINS=str(plugin / "channel_mix.py"))
+    command = [sys.executable, "-m", "pytest", "tests/projections/test_contract.py", "-k", "gated_query"]
+    variables = environment(QURVE_PLUGINS=str(plugin / "gated_query.py"))
     done = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert len(re.findall(r"\.", done.stdout.splitlines()[0])) > 20
 
 
 def test_a_configuration_of_it_goes_through_json(plugin: Path) -> None:
-    tree = '{"format": 1, "d_model": 12, "n_heads": 2, "query": {"kind": "channel_mix", "width": 5}}'
+    tree = '{"format": 1, "d_model": 12, "n_heads": 2, "query": {"kind": "gated_query", "width": 5}}'
     config = from_json(ModelConfig, tree)
-    assert type(config.query).__module__ == "channel_mix"
+    assert type(config.query).__module__ == "gated_query"
     assert from_json(ModelConfig, to_json(config)) == config
-    with pytest.raises(BadInput, match=r"model\.query: channel_mix adds 12 channels to 8; use 'linear' here"):
+    with pytest.raises(BadInput, match=r"model\.query: gated_query adds 12 channels to 8; use 'linear' here"):
         from_json(ModelConfig, tree.replace('"n_heads"', '"d_head": 4, "n_heads"'))
 
 
-def test_the_documented_start_is_the_papers_one_half(plugin: Path) -> None:
-    config = from_json(ModelConfig, '{"format": 1, "d_model": 12, "n_heads": 2, "query": {"kind": "channel_mix"}}')
+def test_it_computes_the_documented_formula(plugin: Path) -> None:
+    config = from_json(ModelConfig, '{"format": 1, "d_model": 12, "n_heads": 2, "query": {"kind": "gated_query"}}')
     x_BTD = torch.randn(2, 7, 12)
     module = config.query.build(12, 12)
-    f_BTD = torch.nn.functional.layer_norm(torch.nn.functional.gelu(x_BTD @ module.w1.T) @ module.w2.T, (12,))
+    h_BTR = torch.nn.functional.gelu(x_BTD @ module.w1.T) * (x_BTD @ module.w3.T)
+    f_BTD = torch.nn.functional.layer_norm(h_BTR @ module.w2.T, (12,), eps=1e-8)
     torch.testing.assert_close(module(x_BTD), (x_BTD + f_BTD) / 2)
 
 
@@ -132,11 +133,11 @@ def test_a_file_that_cannot_be_imported_is_named(
         (folder / name).write_text(text)
     monkeypatch.setenv(VARIABLE, str(folder / name))
     with pytest.raises(BadInput, match=message):
-        from_json(ModelConfig, '{"format": 1, "query": {"kind": "channel_mix"}}')
+        from_json(ModelConfig, '{"format": 1, "query": {"kind": "gated_query"}}')
 
 
 def test_a_kind_that_a_study_file_defines_itself_is_refused(folder: Path) -> None:
-    kind, study = ((folder / name).read_text() for name in ("channel_mix.py", "my_study.py"))
-    (folder / "both.py").write_text(kind + study.replace("from channel_mix import ChannelMix", ""))
+    kind, study = ((folder / name).read_text() for name in ("gated_query.py", "my_study.py"))
+    (folder / "both.py").write_text(kind + study.replace("from gated_query import GatedQuery", ""))
     with pytest.raises(BadInput, match="define a kind of your own in a file beside the study"):
         load_study(str(folder / "both.py"))
