@@ -45,6 +45,21 @@ REFUSALS: dict[str, list[tuple[str, ...]]] = {
         ("model.share_blocks=true", "model.subspaces.qk=16"),
         ("model.share_blocks=true", 'model.overrides=[{"layers":[1],"query":{"kind":"bottleneck"}}]'),
         ("model.n_heads=1", "model.d_model=1", "model.query=bottleneck"),
+        ("model.query=gated",),
+        ("model.mixer=linear_attention", "model.window=16"),
+        ("train.objective=prefix", "model.attends=prefix", "model.mixer=linear_attention"),
+        ("model.mixer=linear_attention", "model.attention_softcap=30"),
+        ("model.mixer=linear_attention", 'model.residual={"kind":"skip","attention":false}'),
+        ("model.mixer=mlp_attention", "model.query=bottleneck"),
+        ("model.mixer=mlp_attention", "model.qk_norm=true"),
+        ("model.mixer=mlp_attention", "model.positions=rope"),
+        ("model.mixer=mlp_attention", "model.attention_scale=1"),
+        ("model.mixer=mlp_attention", "model.subspaces.qk=16"),
+        ("model.mixer=mlp_attention", 'model.residual={"kind":"hyper","pathways":true}'),
+        ("model.mlp=gated", 'model.residual={"kind":"skip","norms":"none","mlp":false}'),
+        ('model.query={"kind":"bottleneck","start":"exact","anchor":"none"}',),
+        ('model.query={"kind":"bottleneck","start":"exact","post_norm":"none"}',),
+        ('model.query={"kind":"bottleneck","start":"exact","norm_stage":"separate"}',),
     ],
     "Values that cannot be": [
         ("model.d_ff=0",),
@@ -58,6 +73,10 @@ REFUSALS: dict[str, list[tuple[str, ...]]] = {
         ('model.overrides=[{"layers":[0]}]',),
         ('model.query={"kind":"bottleneck","width":0}',),
         ('model.query={"kind":"bottleneck","eps":0}',),
+        ('model.query={"kind":"nonlinear_lora","rank":0}',),
+        ('model.mixer={"kind":"mlp_attention","hidden":0}',),
+        ('model.mixer={"kind":"primer","width":0}',),
+        ('model.residual={"kind":"hyper","streams":1}',),
         ('model.mlp={"kind":"moe","experts":4,"active":5}',),
         ('model.mlp={"kind":"moe","balance":-0.1}',),
         ('model.positions={"kind":"rope","theta":0}',),
@@ -68,9 +87,13 @@ REFUSALS: dict[str, list[tuple[str, ...]]] = {
 CALLS: dict[str, Callable[[], object]] = {
     "more tokens than `model.context`": lambda: built()(tokens(129)),
     "more tokens than the cache has room for": lambda: built()(tokens(8), Cache(built().config, 1, 7)),
-    "decoding, where `model.attends=bidirectional`": lambda: Cache(built("attends=bidirectional").config, 1),
+    "decoding, where `model.attends=bidirectional`": lambda: Cache(
+        built("model.attends=bidirectional", "train.objective=mlm").config, 1
+    ),
     "`prefix_B` to a causal model": lambda: built()(tokens(8), prefix_B=torch.tensor([3])),
-    "no `prefix_B`, where `model.attends=prefix`": lambda: built("attends=prefix")(tokens(8)),
+    "no `prefix_B`, where `model.attends=prefix`": lambda: built("model.attends=prefix", "train.objective=prefix")(
+        tokens(8)
+    ),
     "`padding_B` beside a cache": lambda: built()(tokens(8), Cache(built().config, 1), padding_B=torch.tensor([3])),
     "`padding_B` of another batch": lambda: Cache(built().config, 2, padding_B=torch.tensor([3])),
     "`allowed_BTT` beside a cache": lambda: built()(
@@ -105,7 +128,7 @@ def message(settings: tuple[str, ...]) -> str:
 
 def built(*settings: str) -> GPT:
     with torch.device("meta"):
-        return GPT(apply_settings(presets.get(BASE).model, settings))
+        return GPT(apply_settings(presets.get(BASE), settings).model)
 
 
 def tokens(length: int) -> torch.Tensor:

@@ -316,8 +316,12 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
-@functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
+    return _hints_of(cls)  # type: ignore[arg-type]  # classes are hashable; mypy doubts it
+
+
+@functools.cache
+def _hints_of(cls: type[Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
