@@ -91,7 +91,9 @@ def test_an_arm_smaller_than_any_width_allows() -> None:
         match("params", dataclasses.replace(PAPER, n_layers=3), PAPER)
 
 
-def test_a_width_that_is_too_coarse() -> None:
+@pytest.mark.parametrize(("by", "d_ff"), [(0.1, 5), (0.05, 4)], ids=["too-large", "too-small"])
+def test_a_width_that_is_too_coarse(by: float, d_ff: int) -> None:
     tiny = ModelConfig(n_layers=1, d_model=8, n_heads=1, d_ff=4, mlp=MixtureOfExperts(8, 2), context=8, vocab_size=8)
-    with pytest.raises(BadInput, match=r"no model\.d_ff comes within 0\.5 %; the nearest: .* by d_ff 5 in place of 4"):
-        mlp_widened(tiny, match="params", by=0.1)
+    message = rf"no model\.d_ff comes within 0\.5 %; the nearest: .* by d_ff {d_ff} in place of 4"
+    with pytest.raises(BadInput, match=message):
+        mlp_widened(tiny, match="params", by=by)
