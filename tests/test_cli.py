@@ -288,9 +288,10 @@ def test_plan_takes_settings_and_creates_nothing(tmp_path: Path, monkeypatch: py
     assert told.code == 0
     assert "non embedding parameters" in told.out
     assert re.search(r"activation bytes +[\d.]+ MB", told.out)
+    both = ("--set", "model.attends=bidirectional", "--set", "train.objective=mlm")
     decoding = {"prefill_flops_per_token", "decode_flops_per_token", "cache_bytes"}
     assert decoding <= plan.keys()
-    assert not decoding & call("plan", "smoke", "--set", "model.attends=bidirectional", "--json").json.keys()
+    assert not decoding & call("plan", "smoke", *both, "--json").json.keys()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -384,7 +384,8 @@ def presets(as_json: Json = False) -> int:
         return 0
     table = Table(box=None, padding=(0, 1, 0, 0))  # 80 columns must not cost a digit
     for title in ("preset", "N.E.\nparams", "query", "peak\nrate", "floor", "decay", "steps"):
-        table.add_column(title, overflow="fold", justify="left" if title in ("preset", "query") else "right")
+        left, limit = title in ("preset", "query"), 10 if title == "query" else None
+        table.add_column(title, overflow="fold", max_width=limit, justify="left" if left else "right")
     for row in rows:
         figures = (f"{row['lr']:.3g}", f"{row['min_lr']:.3g}", f"{row['weight_decay']:.4g}")
         table.add_row(row["name"], f"{row['non_embedding']:,}", row["query"], *figures, f"{row['steps']:,}")

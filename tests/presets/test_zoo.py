@@ -56,7 +56,7 @@ def test_the_study_has_one_seed_and_nothing_but_the_model_differs() -> None:
 
 
 def test_arms_differ_from_each_other_and_say_what_they_are() -> None:
-    assert len({str(to_dict(model)) for _, model in ARMS.values()}) == len(ARMS)
+    assert len({str(to_dict(arm.model)) for arm in ARMS.values()}) == len(ARMS)
     for arm in ARMS.values():
         assert re.fullmatch(r"[^|]+\.", arm.sentence)
 
@@ -116,7 +116,7 @@ def test_the_page_says_what_the_evidence_says(evidence: dict[str, Any]) -> None:
         assert cells[4] == f"{accounting.count(arm.model).flops_per_token / 1e6:.2f} M"
         assert cells[5:7] == (["diverged"] * 2 if i == 3 else [f"{10_000 - i:,}", f"{5 - 0.001 * i:.3f}"])
     assert [line for line in page.splitlines() if line.startswith("## ")] == [f"## {group}" for group in zoo.ZOO]
-    assert "480 steps of 1,024 tokens" in page
+    assert "240 steps of 1,024 tokens" in page
     assert "CPU 9000, threads: 1, torch 2.99" in page
 
 

@@ -176,7 +176,7 @@ ZOO: dict[str, dict[str, Entry]] = {
             "`elu + 1` of queries and keys in place of the softmax: decoding at constant size (arXiv 2006.16236).",
             {"mixer": LinearAttention()},
         ),
-        "linear-attention-res-gelu": Entry(
+        "linear-res-gelu": Entry(
             "Linear attention and Res. GELU",
             "The same feature map on the paper's queries.",
             {"mixer": LinearAttention(), "query": Bottleneck()},
@@ -234,7 +234,19 @@ ZOO: dict[str, dict[str, Entry]] = {
 }
 """By what they change; the first is the baseline."""
 
-CONTROLLED = ("key", "all-three", "gate", "mlp-qkv", "nonlinear-lora", "mlp-reuse", "subspaces")
+CONTROLLED = (
+    "key",
+    "all-three",
+    "gate",
+    "mlp-qkv",
+    "nonlinear-lora",
+    "mlp-reuse",
+    "subspaces",
+    "primer",
+    "hyper-dynamic",
+    "hyper-manifold",
+    "hyper-pathways",
+)
 """Arms with more parameters than the baseline. Each has a control, `NAME-mlp`: the baseline with so much wider a
 feed-forward. Other arms of the same size have it as theirs."""
 
