@@ -1,6 +1,7 @@
-"""Write the zoo's page and figure anew from `results/zoo.json`; `--check` only says whether they are up to date.
+"""Write the zoo's page and figure anew from `results/zoo.json` and `results/self-similarity.json`; `--check` only says whether they are up to date.
 
-    qurve compare zoo && cp runs/zoo/report/evidence.json results/zoo.json && python tools/zoo.py
+    qurve compare zoo --out runs/zoo && cp runs/zoo/report/evidence.json results/zoo.json
+    python experiments/self_similarity.py --zoo runs/zoo && python tools/zoo.py
 
 The sentences on the arms are those of `qurve.presets.zoo`. Evidence of other arms, or of other models, is refused.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,17 @@ split, in nats per token, and starts at {start:.2f}. {machine}.
 ![Validation loss of each arm]({figure})
 
 *An arm called MLP is the baseline with its feed-forward as wide as it takes to have the parameters of another one.*
+
+## The term x · x'
+
+With identity anchors in queries and keys the attention's logits have a term without weights, which draws tokens to those
+like themselves (arXiv 2603.13381, section 1). What share of the logits' variance it makes up (parts of all terms add up
+to 1; beyond it, they cancel), its correlation with them, and the mean weight of a token on itself, over {windows} windows
+of validation text (`qurve.analysis.self_similarity`):
+
+| arm | | share | correlation | weight on itself |
+|---|---|---|---|---|
+{similarity}
 """
 
 
@@ -61,7 +74,7 @@ def arms(evidence: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def page(evidence: dict[str, Any]) -> str:
+def page(evidence: dict[str, Any], similarity: dict[str, Any]) -> str:
     rows, run = arms(evidence), evidence["runs"][0]
     config, machine = evidence["configs"][rows[0]["arm"]], run["environment"]
     size = rows[0]["cost"].non_embedding
@@ -93,7 +106,16 @@ def page(evidence: dict[str, Any]) -> str:
         machine=f"{machine['cpu'] or machine['gpu']}, threads: {machine['threads']}, torch {machine['torch']}",
         tables="\n\n".join(tables),
         figure=FIGURE,
+        windows=similarity["windows"],
+        similarity="\n".join(similarity_lines(similarity)),
     )
+
+
+def similarity_lines(evidence: dict[str, Any]) -> Iterator[str]:
+    for arm, measured in evidence["arms"].items():
+        for when, title in (("start", "at the start"), ("trained", f"after {measured['steps']} steps")):
+            figures = (measured[when][name]["mean"] for name in ("share", "correlation", "self_weight"))
+            yield f"| `zoo/{arm}` | {title} | {' | '.join(f'{figure:.3f}' for figure in figures)} |"
 
 
 def figure_of(value: float | None, form: str) -> str:
@@ -137,8 +159,14 @@ def figure(evidence: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    evidence = json.loads((ROOT / "results" / "zoo.json").read_text(encoding="utf-8"))
-    for file, text in ((ROOT / "docs" / "zoo.md", page(evidence)), (ROOT / "docs" / FIGURE, figure(evidence))):
+    evidence, similarity = (
+        json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))
+        for name in ("zoo.json", "self-similarity.json")
+    )
+    for file, text in (
+        (ROOT / "docs" / "zoo.md", page(evidence, similarity)),
+        (ROOT / "docs" / FIGURE, figure(evidence)),
+    ):
         if "--check" not in sys.argv:
             file.write_text(text, encoding="utf-8")
         elif not file.exists() or file.read_text(encoding="utf-8") != text:

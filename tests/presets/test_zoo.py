@@ -105,8 +105,17 @@ def evidence() -> dict[str, Any]:
     }
 
 
+def measured(share: float) -> dict[str, Any]:
+    return {name: {"mean": share + i / 10} for i, name in enumerate(("share", "correlation", "self_weight"))}
+
+
+SIMILARITY = {"windows": 9, "arms": {"key-identity": {"steps": 240, "start": measured(0.1), "trained": measured(0.5)}}}
+
+
 def test_the_page_says_what_the_evidence_says(evidence: dict[str, Any]) -> None:
-    page = TOOL["page"](evidence)
+    page = TOOL["page"](evidence, SIMILARITY)
+    assert "| `zoo/key-identity` | at the start | 0.100 | 0.200 | 0.300 |" in page
+    assert "| `zoo/key-identity` | after 240 steps | 0.500 | 0.600 | 0.700 |" in page
     lines = {match[1]: line for line in page.splitlines() if (match := re.search(r"<br>`zoo/([^`]+)` \|", line))}
     assert lines.keys() == ARMS.keys()
     for i, (name, arm) in enumerate(ARMS.items()):
@@ -133,8 +142,8 @@ def test_the_figure_has_a_dot_for_each_arm_that_did_not_diverge(evidence: dict[s
 def test_evidence_of_something_else_is_refused(evidence: dict[str, Any]) -> None:
     missing = {**evidence, "rows": evidence["rows"][:-1]}
     with pytest.raises(QurveError, match=f"different arms: {list(ARMS)[-1]}"):
-        TOOL["page"](missing)
+        TOOL["page"](missing, SIMILARITY)
     other = copy.deepcopy(evidence)
     other["configs"]["res-gelu"]["model"]["query"]["scale"] = 0.25
     with pytest.raises(QurveError, match=r"the evidence of res-gelu is of another model: .*query\.scale"):
-        TOOL["page"](other)
+        TOOL["page"](other, SIMILARITY)
