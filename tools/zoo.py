@@ -1,4 +1,5 @@
-"""Write the zoo's page and figure anew from `results/zoo.json` and `results/self-similarity.json`; `--check` only says whether they are up to date.
+"""Write the zoo's page and figure anew from `results/{zoo,self-similarity}.json`; `--check` only says whether they are
+up to date.
 
     qurve compare zoo --out runs/zoo && cp runs/zoo/report/evidence.json results/zoo.json
     python experiments/self_similarity.py --zoo runs/zoo && python tools/zoo.py
@@ -47,10 +48,10 @@ split, in nats per token, and starts at {start:.2f}. {machine}.
 
 ## The term x · x'
 
-With identity anchors in queries and keys the attention's logits have a term without weights, which draws tokens to those
-like themselves (arXiv 2603.13381, section 1). What share of the logits' variance it makes up (parts of all terms add up
-to 1; beyond it, they cancel), its correlation with them, and the mean weight of a token on itself, over {windows} windows
-of validation text (`qurve.analysis.self_similarity`):
+With identity anchors in queries and keys the attention's logits have a term without weights, which draws tokens to
+those like themselves (arXiv 2603.13381, section 1). What share of the logits' variance it makes up (parts of all terms
+add up to 1; beyond it, they cancel), its correlation with them, and the mean weight of a token on itself, over
+{windows} windows of validation text (`qurve.analysis.self_similarity`):
 
 | arm | | share | correlation | weight on itself |
 |---|---|---|---|---|
@@ -159,14 +160,10 @@ def figure(evidence: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    evidence, similarity = (
-        json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))
-        for name in ("zoo.json", "self-similarity.json")
-    )
-    for file, text in (
-        (ROOT / "docs" / "zoo.md", page(evidence, similarity)),
-        (ROOT / "docs" / FIGURE, figure(evidence)),
-    ):
+    files = (ROOT / "results" / "zoo.json", ROOT / "results" / "self-similarity.json")
+    evidence, similarity = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    texts = {ROOT / "docs" / "zoo.md": page(evidence, similarity), ROOT / "docs" / FIGURE: figure(evidence)}
+    for file, text in texts.items():
         if "--check" not in sys.argv:
             file.write_text(text, encoding="utf-8")
         elif not file.exists() or file.read_text(encoding="utf-8") != text:
