@@ -220,8 +220,8 @@ ZOO: dict[str, dict[str, Entry]] = {
             {"residual": HyperConnections(mode="manifold")},
         ),
         "hyper-pathways": Entry(
-            "Hyper-connections, Q, K and V apart, all three nonlinear",
-            "Queries, keys and values read the streams with weights of their own, and Q and K have identity anchors: "
+            "Hyper-connections, Q, K, V apart",
+            "Queries, keys and values, all nonlinear, read the streams with weights of their own; Q and K have identity anchors: "
             "the asymmetry that arXiv 2603.13381 suggests against the term `X Xᵀ`.",
             {
                 "residual": HyperConnections(pathways=True),
