@@ -221,8 +221,8 @@ ZOO: dict[str, dict[str, Entry]] = {
         ),
         "hyper-pathways": Entry(
             "Hyper-connections, Q, K, V apart",
-            "Queries, keys and values, all nonlinear, read the streams with weights of their own; Q and K have identity "
-            "anchors: the asymmetry that arXiv 2603.13381 suggests against the term `X Xᵀ`.",
+            "Queries, keys and values, all nonlinear, read the streams with weights of their own; Q and K have "
+            "identity anchors: the asymmetry that arXiv 2603.13381 suggests against the term `X Xᵀ`.",
             {
                 "residual": HyperConnections(pathways=True),
                 "query": Bottleneck(),
