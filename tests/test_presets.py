@@ -65,7 +65,13 @@ def at(config: Any, path: str) -> Any:
 
 def test_names() -> None:
     modern = (f"modern/{family}{query}" for family in ("llama", "qwen3", "mixtral") for query in ("", "-res-gelu"))
-    named = {*(f"paper/{arm}" for arm in ARMS), *(f"small/{arm}" for arm in SMALL), *modern, "smoke"}
+    named = {
+        *(f"paper/{arm}" for arm in ARMS),
+        *(f"small/{arm}" for arm in SMALL),
+        *modern,
+        "modern/qwen3-mlp",
+        "smoke",
+    }
     assert set(NAMES) == named
 
 
@@ -79,6 +85,9 @@ def test_modern_blocks_are_those_of_their_families() -> None:
     for name in ("llama", "qwen3", "mixtral"):
         linear, nonlinear = (presets.get(f"modern/{name}{query}") for query in ("", "-res-gelu"))
         assert [key for key in differences(linear, nonlinear) if not key.startswith("model.query.")] == []
+    arm, control = (count(presets.get(f"modern/qwen3-{name}").model) for name in ("res-gelu", "mlp"))
+    assert control.non_embedding == pytest.approx(arm.non_embedding, rel=1e-3)
+    assert differences(presets.get("modern/qwen3-mlp").model, qwen3).keys() == {"d_ff"}
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

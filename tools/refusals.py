@@ -46,6 +46,7 @@ REFUSALS: dict[str, list[tuple[str, ...]]] = {
         ("model.share_blocks=true", 'model.overrides=[{"layers":[1],"query":{"kind":"bottleneck"}}]'),
         ("model.n_heads=1", "model.d_model=1", "model.query=bottleneck"),
         ("model.query=gated",),
+        ('model.query={"kind":"mlp_reuse","first":{"kind":"mlp_reuse"}}',),
         ("model.mixer=linear_attention", "model.window=16"),
         ("train.objective=prefix", "model.attends=prefix", "model.mixer=linear_attention"),
         ("model.mixer=linear_attention", "model.attention_softcap=30"),

@@ -83,7 +83,8 @@ def from_dict(cls: type[C], tree: Any, path: str = "") -> C:
         if isinstance(kind, str) and kind not in cls.registry:
             load_plugins()
         if not isinstance(kind, str) or kind not in cls.registry:
-            raise BadInput(f"{_join(path, 'kind')} = {kind!r} is unknown{did_you_mean(str(kind), cls.registry)}")
+            hint = did_you_mean(str(kind), cls.registry) + "; one of your own: name its file in QURVE_PLUGINS"
+            raise BadInput(f"{_join(path, 'kind')} = {kind!r} is unknown{hint}")
         cls = cls.registry[kind]
     hints = _hints(cls)
     for name in tree:

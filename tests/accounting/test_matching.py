@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -97,3 +98,9 @@ def test_a_width_that_is_too_coarse(by: float, d_ff: int) -> None:
     message = rf"no model\.d_ff comes within 0\.5 %; the nearest: .* by d_ff {d_ff} in place of 4"
     with pytest.raises(BadInput, match=message):
         mlp_widened(tiny, match="params", by=by)
+
+
+@pytest.mark.parametrize("quantity", ["param", "loss", ""])
+def test_an_unknown_quantity_is_refused(quantity: Any) -> None:
+    with pytest.raises(BadInput, match=f"'{quantity}' cannot be matched: it is 'params' or 'flops'"):
+        mlp_widened(ModelConfig(), match=quantity, by=0.1)

@@ -19,6 +19,8 @@ from qurve.model.gpt import GPT
 from qurve.model.residual import Skip
 from qurve.model.view import View
 from qurve.projections import Bottleneck, Identity, Linear, MLPReuse
+from qurve.train.config import TrainConfig
+from qurve.train.optim import build_optimizer
 
 TINY = ModelConfig(n_layers=2, d_model=12, n_heads=2, d_ff=20, context=11, vocab_size=17)
 
@@ -62,17 +64,26 @@ def test_attention_without_a_skip_begins_as_the_identity() -> None:
     """`A + I - C`: while queries are zero, each token gets its own value."""
     model = GPT(dataclasses.replace(TINY, residual=Skip("none", attention=False)), seed=1).double()
     layer = model.blocks[0].attention
-    assert torch.equal(layer.shaping_3H, torch.ones(3, 2, dtype=torch.float64))
+    assert torch.equal(layer.shaping, torch.ones(6, dtype=torch.float64))
     with torch.no_grad():
         layer.query.weight.zero_()
     x_BTD = torch.randn(2, 11, 12, dtype=torch.float64)
     assert_close(layer((x_BTD,), VIEW), layer.output(layer.value(x_BTD)))
     with torch.no_grad():
-        layer.shaping_3H.copy_(torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]))
+        layer.shaping.copy_(torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
         layer.query.weight.normal_()
     plain = build(n_layers=1).blocks[0].attention
-    plain.load_state_dict({n: p for n, p in layer.state_dict().items() if n != "shaping_3H"})
+    plain.load_state_dict({n: p for n, p in layer.state_dict().items() if n != "shaping"})
     assert_close(layer((x_BTD,), VIEW), plain((x_BTD,), VIEW))
+
+
+def test_the_shaping_takes_no_weight_decay() -> None:
+    model = GPT(dataclasses.replace(TINY, residual=Skip(attention=False)))
+    decayed, plain = build_optimizer(model, TrainConfig()).param_groups
+    shaping = {id(block.attention.shaping) for block in model.blocks}
+    assert plain["weight_decay"] == 0.0
+    assert shaping <= {id(p) for p in plain["params"]}
+    assert not shaping & {id(p) for p in decayed["params"]}
 
 
 def test_one_block_may_serve_as_all() -> None:

@@ -16,6 +16,7 @@ from qurve.model.config import LayerOverride, ModelConfig
 from qurve.model.gpt import GPT
 from qurve.model.positions import NoPositions, Rope
 from qurve.model.view import View
+from qurve.zoo.mlp_attention import MLPAttention
 
 TINY = ModelConfig(n_layers=2, d_model=12, n_heads=2, d_ff=20, context=11, vocab_size=17)
 
@@ -68,6 +69,7 @@ def test_mask_cell_by_cell(
     mask, is_causal = view.mask(window)
     for b in range(2):
         for t in range(start, total):
+            row = []
             for s in range(total):
                 sees = s <= t if attends != "bidirectional" else True
                 sees = sees and (window is None or abs(t - s) < window)
@@ -77,12 +79,15 @@ def test_mask_cell_by_cell(
                     sees = (sees and s >= padding[b]) or s == t
                 if allowed_BTT is not None:
                     sees = sees and bool(allowed_BTT[b, t, s])
-                if mask is None:
-                    found = s <= t if is_causal else True
-                else:
-                    assert not is_causal
-                    found = bool(mask.expand(2, 1, length, total)[b, 0, t - start, s])
-                assert found == sees, (b, t, s)
+                row.append(sees)
+            if not any(row):
+                row[t] = True  # a token that may see nothing sees itself
+            if mask is None:
+                found = [s <= t or not is_causal for s in range(total)]
+            else:
+                assert not is_causal
+                found = mask.expand(2, 1, length, total)[b, 0, t - start].tolist()
+            assert found == row, (b, t)
 
 
 def test_a_token_sees_within_its_prefix_and_back_beyond_it() -> None:
@@ -110,6 +115,19 @@ def test_documents_side_by_side_are_documents_apart() -> None:
                 together = model(ids_BT, allowed_BTT=allowed_BTT)
                 apart = torch.cat([model(ids_BT[:, :4]), model(ids_BT[:, 4:])], dim=1)
             assert_close(together, apart, rtol=1e-4, atol=1e-6)  # angles are of float32
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 10.0}, {"mixer": MLPAttention(), "n_heads": 3}])
+def test_a_token_that_may_see_nothing_sees_itself(changes: Any) -> None:
+    model, ids_BT = build(**changes), tokens()
+    allowed_BTT = torch.ones(1, 11, 11, dtype=torch.bool)
+    allowed_BTT[0, 4] = False
+    only_itself_BTT = allowed_BTT.clone()
+    only_itself_BTT[0, 4, 4] = True
+    with torch.no_grad():
+        found = model(ids_BT, allowed_BTT=allowed_BTT)
+        assert found.isfinite().all()
+        assert torch.equal(found, model(ids_BT, allowed_BTT=only_itself_BTT))
 
 
 def test_a_bidirectional_model_is_the_causal_one_seen_from_its_last_token() -> None:
@@ -162,6 +180,8 @@ def test_a_poisoned_cache_of_padded_sequences_stays_clean() -> None:
     [
         ({}, {"prefix_B": torch.tensor([1, 1])}, r"prefix_B has no place here: it is for model\.attends = prefix"),
         ({"attends": "prefix"}, {}, r"prefix_B is needed here"),
+        ({}, {"padding_B": torch.tensor([3])}, r"padding_B has the shape \[1\]; it needs one number a sequence, 2"),
+        ({"attends": "prefix"}, {"prefix_B": torch.tensor([7])}, r"prefix_B has the shape \[1\]"),
         ({}, {"allowed_BTT": torch.ones(1, 3, 3, dtype=torch.bool)}, r"needs the shape \[B or 1, 11, 11\]"),
     ],
 )
@@ -175,6 +195,11 @@ def test_the_cache_refuses_what_cannot_be_decoded() -> None:
         Cache(dataclasses.replace(TINY, attends="bidirectional"), 2)
     with pytest.raises(ValueError, match=r"padding_B has the shape \[3\]; it needs one number a sequence, 2"):
         Cache(TINY, 2, padding_B=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"padding_B = \[0, -1\]: it must be at least 0"):
+        Cache(TINY, 2, padding_B=torch.tensor([0, -1]))
+    prefix = build(attends="prefix")
+    with pytest.raises(ValueError, match="a prefix of 7 tokens has to be in one call, and this one has 5"):
+        prefix(tokens(length=5), Cache(prefix.config, 2, dtype=torch.float64), prefix_B=torch.tensor([7, 2]))
     model = build()
     with pytest.raises(ValueError, match="give padding_B to the cache"):
         model(tokens(), Cache(TINY, 2, dtype=torch.float64), padding_B=torch.zeros(2))

@@ -192,7 +192,8 @@ def test_rows_have_exactly_the_promised_keys(tmp_path):
     results = load(write_study(tmp_path))
     rows = summary_rows(results)
     promised = (
-        "arm seeds_n non_embedding val_loss diff diff_low diff_high dll_percent dppx_percent tokens_per_s verdict"
+        "arm seeds_n non_embedding flops_per_token val_loss diff diff_low diff_high dll_percent dppx_percent "
+        "tokens_per_s verdict"
     )
     assert all(" ".join(row) == promised for row in rows)
     assert tuple(promised.split()) == ROW_KEYS

@@ -66,6 +66,8 @@ def match(quantity: Quantity, arm: ModelConfig, baseline: ModelConfig) -> Matche
 
 def measure(quantity: Quantity, config: ModelConfig) -> int:
     """What is matched."""
+    if quantity not in NAMES:
+        raise BadInput(f"{quantity!r} cannot be matched: it is 'params' or 'flops'")
     cost = count(config)
     return cost.non_embedding if quantity == "params" else cost.forward_flops_per_token
 

@@ -45,8 +45,8 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = norms
         self.starts = {}
         if not config.residual.attention_skip:
-            self.shaping_3H = nn.Parameter(torch.ones(3, config.n_heads))
-            self.starts = {"shaping_3H": 1.0}
+            self.shaping = nn.Parameter(torch.ones(3 * config.n_heads))  # flat: what has one axis gets no weight decay
+            self.starts = {"shaping": 1.0}
 
     def forward(
         self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None = None, state: Any = None
@@ -96,7 +96,7 @@ class Attention(nn.Module):
 
     def shaped(self, y_BHTE: Tensor, v_BGTE: Tensor, uniform_BHTE: Tensor) -> Tensor:
         """`a A + b I - c C`: the identity while the logits are small, and the attention A is next to the uniform C."""
-        a_H11, b_H11, c_H11 = self.shaping_3H[..., None, None]
+        a_H11, b_H11, c_H11 = self.shaping.view(3, -1, 1, 1)
         own_BHTE = v_BGTE.repeat_interleave(self.config.n_heads // self.config.kv_heads, dim=1)
         shaped_BHTE: Tensor = a_H11 * y_BHTE + b_H11 * own_BHTE - c_H11 * uniform_BHTE
         return shaped_BHTE

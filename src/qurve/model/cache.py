@@ -51,6 +51,8 @@ class Cache:
             raise ValueError(
                 f"padding_B has the shape {list(padding_B.shape)}; it needs one number a sequence, {batch}"
             )
+        if padding_B is not None and not padding_B.is_meta and (padding_B < 0).any():
+            raise ValueError(f"padding_B = {padding_B.tolist()}: it must be at least 0")
         self.length = config.context if length is None else length
         self.padding_B = padding_B
         self.filled = 0

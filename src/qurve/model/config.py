@@ -111,7 +111,8 @@ class ModelConfig:
     positions: PositionConfig = field(default_factory=Learned)
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     qk_norm: bool = False
-    """RMSNorm over each head's queries and keys, before their rotation, with one gain for all heads (as in Qwen3)."""
+    """RMSNorm over each head's queries and keys, before their rotation: 2 E parameters a block, one gain for all heads
+    (as in Qwen3, arXiv 2505.09388; after Henry et al., arXiv 2010.04245)."""
     attention_scale: float | None = None
     """What the logits `q k^T` are multiplied by; None means `1 / sqrt(head width)`."""
     window: int | None = None

@@ -201,6 +201,12 @@ class GPT(nn.Module):
             raise ValueError(
                 f"prefix_B {why} here: it is for model.attends = prefix, in the call that holds the prefix"
             )
+        for name, lengths_B in (("padding_B", padding_B), ("prefix_B", prefix_B)):
+            if lengths_B is not None and lengths_B.shape != ids_BT.shape[:1]:
+                shape, batch = list(lengths_B.shape), len(ids_BT)
+                raise ValueError(f"{name} has the shape {shape}; it needs one number a sequence, {batch}")
+        if cache is not None and prefix_B is not None and not prefix_B.is_meta and prefix_B.max() > length:
+            raise ValueError(f"a prefix of {prefix_B.max()} tokens has to be in one call, and this one has {length}")
         if allowed_BTT is not None and (cache is not None or allowed_BTT.shape[-2:] != (length, length)):
             raise ValueError(f"allowed_BTT needs the shape [B or 1, {length}, {length}], and no cache beside it")
         padding_B = padding_B if cache is None else cache.padding_B

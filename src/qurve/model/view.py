@@ -26,9 +26,10 @@ class View:
     padding_B: Tensor | None = None
     """How many tokens at the left of each sequence are padding."""
     prefix_B: Tensor | None = None
-    """How many tokens at the beginning of each sequence (padding counted) all see each other."""
+    """How many tokens at the beginning of each sequence (padding counted) all see each other, whatever the window."""
     allowed_BTT: Tensor | None = None
-    """Further limits: false where a token (second axis) may not see another (third axis). `[B or 1, T, T]`."""
+    """Further limits: false where a token (second axis) may not see another (third axis). `[B or 1, T, T]`. A token
+    that may see nothing sees itself: its softmax has to be one of something."""
     rotation: Rotation | None = None
     """Cosines and sines of rotary positions."""
 
@@ -68,4 +69,5 @@ class View:
             mask = mask & (to_S >= self.padding_B[:, None, None, None]) | (at_T1 == to_S)
         if self.allowed_BTT is not None:
             mask = mask & self.allowed_BTT[:, None]
+            mask = mask | ((at_T1 == to_S) & ~mask.any(-1, keepdim=True))
         return mask, False

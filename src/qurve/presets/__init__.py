@@ -14,6 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from qurve import accounting
 from qurve.errors import BadInput, did_you_mean
 from qurve.model.config import ModelConfig
 from qurve.model.feed_forward import Gated, MixtureOfExperts
@@ -120,6 +121,7 @@ _PRESETS: dict[str, Callable[[], RunConfig]] = {
     "modern/llama-res-gelu": lambda: _modern("llama", Bottleneck()),
     "modern/qwen3": lambda: _modern("qwen3", LINEAR),
     "modern/qwen3-res-gelu": lambda: _modern("qwen3", Bottleneck(anchor="linear")),  # 4 heads of 64 are not 128 wide
+    "modern/qwen3-mlp": lambda: _matched("modern/qwen3-res-gelu", "modern/qwen3"),
     "modern/mixtral": lambda: _modern("mixtral", LINEAR),
     "modern/mixtral-res-gelu": lambda: _modern("mixtral", Bottleneck()),
     "smoke": lambda: _smoke(),
@@ -173,6 +175,12 @@ def _modern(family: str, query: ProjectionConfig) -> RunConfig:
     return dataclasses.replace(
         baseline, model=dataclasses.replace(baseline.model, query=query, **MODERN_MODELS[family])
     )
+
+
+def _matched(arm: str, baseline: str) -> RunConfig:
+    """The baseline with a wider feed-forward: as many parameters as the arm."""
+    config = get(baseline)
+    return dataclasses.replace(config, model=accounting.match("params", get(arm).model, config.model).config)
 
 
 @cache

@@ -37,7 +37,7 @@ def beside_identity(scale: float, moment: float) -> float:
 @ProjectionConfig.register("identity")
 @dataclass(frozen=True)
 class Identity(ProjectionConfig):
-    """`x` itself: `W_Q = I`."""
+    """`x` itself, without a parameter: `W_Q = I` (Karbevski and Mijoski, arXiv 2510.23912)."""
 
     def check(self, dims: Dims) -> None:
         require_square("the identity projection", dims, "use 'linear'")
@@ -65,7 +65,7 @@ class Identity(ProjectionConfig):
 @ProjectionConfig.register("residual")
 @dataclass(frozen=True)
 class Residual(ProjectionConfig):
-    """`(x + x W (+ b)) / 2`, with `weight [D, D]`."""
+    """`(x + x W (+ b)) / 2`, with `weight [D, D]`: D^2 parameters. Source: arXiv 2510.23912."""
 
     scale: float = 0.5
 

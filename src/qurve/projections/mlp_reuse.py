@@ -38,6 +38,13 @@ class MLPReuse(ProjectionConfig):
     first: ProjectionConfig = field(default_factory=Linear)
     """The first block's projection: there is no block before it."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first.also_reads == self.also_reads:
+            raise ValueError(
+                f"first = {self.first.kind!r}: the first block has no block before it to read; use 'linear'"
+            )
+
     def at_first(self) -> ProjectionConfig:
         return self.first
 

@@ -73,7 +73,12 @@ class NonlinearQuery(Projection):
         module without one weight matrix, and for `scale = 0`. Source: arXiv 2603.13381, section 5.
         """
         weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
-        if weight is None or weight.dim() != 2 or (isinstance(linear, Projection) and linear.config.kind != "linear"):
+        if (
+            weight is None
+            or weight.dim() != 2
+            or isinstance(linear, nn.Embedding)
+            or (isinstance(linear, Projection) and linear.config.kind != "linear")
+        ):
             raise ValueError(f"{linear} is no linear projection: it has to be x W (+ b), with one weight [out, in]")
         if scale == 0:
             raise ValueError("scale = 0 cannot be made up for by any weight; use 0.5 or 1")

@@ -20,6 +20,7 @@ ROW_KEYS = (
     "arm",
     "seeds_n",
     "non_embedding",
+    "flops_per_token",
     "val_loss",
     "diff",
     "diff_low",
@@ -153,6 +154,7 @@ def _row(results: StudyResults, arm: Arm) -> dict[str, Any]:
         arm.name,
         len(arm.finished),
         arm.non_embedding,
+        arm.flops_per_token,
         arm.val_loss,
         pair and pair.diff,
         pair and pair.low,
@@ -174,7 +176,7 @@ def overall_verdict(results: StudyResults) -> str:
     labels: dict[str, list[str]] = {}
     for arm, pair in zip(arms, comparisons, strict=True):
         labels.setdefault(pair.verdict, []).append(arm.label)
-    sentences = [f"{', '.join(alike)}: {verdict}." for verdict, alike in labels.items()]
+    sentences = [f"{'; '.join(alike)}: {verdict}." for verdict, alike in labels.items()]
     return " ".join([*sentences, *scope(results, comparisons)])
 
 

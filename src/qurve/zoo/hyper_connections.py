@@ -42,6 +42,9 @@ class HyperConnections(ResidualConfig):
     sources' sum, which differs by the factor N that the final norm takes out again, but for its epsilon; for the same
     reason no output matrix starts larger.
 
+    Parameters of one sublayer, with R reads (1, or 3 for the pathways of attention) and `W = (R + 1 + N) N`: `W`
+    static, `W + W D / N + 2` dynamic, `W + W N D + 3` manifold.
+
     r, w, M and the scales are stored flat, so that they get no weight decay, as in the source; W gets it. Under
     `manifold` the M of the first and of the last sublayer change nothing: averages of equal streams are equal to them,
     and what sums to one over the columns leaves the mean as it is.
