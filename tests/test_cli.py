@@ -48,7 +48,10 @@ arms = (arm("baseline"), arm("failing", query=Failing()), arm("killed", query=Ki
 STUDY = Study("broken", "Broken", arms, seeds=(1,))
 """
 )
-ROW_KEYS = "arm seeds_n non_embedding val_loss diff diff_low diff_high dll_percent dppx_percent tokens_per_s verdict"
+ROW_KEYS = (
+    "arm seeds_n non_embedding flops_per_token val_loss diff diff_low diff_high dll_percent dppx_percent tokens_per_s "
+    "verdict"
+)
 
 
 @dataclass
