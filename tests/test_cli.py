@@ -281,6 +281,12 @@ def test_plan_of_the_papers_best_arm() -> None:
     assert (plan["checkpoints"], plan["disk_bytes"]) == (4, 4 * 12 * plan["total_parameters"])
 
 
+def test_plan_of_a_model_that_nobody_can_build_comes_at_once() -> None:
+    plan = call("plan", "smoke", "--set", "model.n_layers=1000000000", "--json").json
+    assert plan["non_embedding_parameters"] > 4e13
+    assert "activation_bytes" not in plan
+
+
 def test_plan_takes_settings_and_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = ("--set", "train.tokens_per_step=1280", "--set", "model.query=linear")

@@ -72,6 +72,7 @@ REFUSALS: dict[str, list[tuple[str, ...]]] = {
         ('model.overrides=[{"layers":[4],"window":16}]',),
         ('model.overrides=[{"layers":[0],"window":0}]',),
         ('model.overrides=[{"layers":[0]}]',),
+        ('model.overrides=[{"layers":[],"window":16}]',),
         ('model.query={"kind":"bottleneck","width":0}',),
         ('model.query={"kind":"bottleneck","eps":0}',),
         ('model.query={"kind":"nonlinear_lora","rank":0}',),

@@ -68,6 +68,8 @@ class LayerOverride:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if not self.layers:
+            raise BadInput("model.overrides: one of them names no layers; list those that it is for, counted from 0")
         if not self.changes:
             raise BadInput(f"model.overrides: the one for the layers {list(self.layers)} changes nothing")
 

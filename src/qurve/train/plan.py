@@ -12,6 +12,9 @@ from qurve.train.checkpoint import disk_needed
 from qurve.train.config import RunConfig
 from qurve.train.runtime import available_cores, modest_micro_batch, resolve_device, resolve_precision
 
+MOST_LAYERS = 200
+"""Of a model whose activations a plan measures: it takes some hundredths of a second a layer."""
+
 ASSUMED_UTILISATION = 0.5
 """Share of the measured matrix peak that training is assumed to reach; the estimate's stated guess."""
 
@@ -40,6 +43,9 @@ def make_plan(name: str, config: RunConfig) -> dict[str, Any]:
             "decode_flops_per_token": cost.decode_flops(model.context - 1),
             "cache_bytes": accounting.state_bytes(model, 1, model.context, 2 if precision == "bf16" else 4),
         }
+    activations = {}
+    if model.n_layers <= MOST_LAYERS:
+        activations["activation_bytes"] = accounting.activation_bytes(model, micro_batch, model.context, precision)
     return {
         "preset": name,
         "non_embedding_parameters": cost.non_embedding,
@@ -61,7 +67,7 @@ def make_plan(name: str, config: RunConfig) -> dict[str, Any]:
         "estimated_hours": flops / (peak * ASSUMED_UTILISATION) / 3600,
         **decoding,
         "micro_batch": micro_batch,
-        "activation_bytes": accounting.activation_bytes(model, micro_batch, model.context, precision),
+        **activations,
         "checkpoints": checkpoints,
         "disk_bytes": disk_bytes,
     }
