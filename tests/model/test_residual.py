@@ -13,14 +13,17 @@ from torch.testing import assert_close
 
 from qurve.accounting import count
 from qurve.errors import BadInput
+from qurve.model.cache import Cache
 from qurve.model.config import LayerOverride, ModelConfig, Subspaces
-from qurve.model.feed_forward import Gated
+from qurve.model.feed_forward import Gated, MixtureOfExperts
 from qurve.model.gpt import GPT
 from qurve.model.residual import Skip
 from qurve.model.view import View
 from qurve.projections import Bottleneck, Identity, Linear, MLPReuse
 from qurve.train.config import TrainConfig
 from qurve.train.optim import build_optimizer
+from qurve.zoo.linear_attention import LinearAttention
+from qurve.zoo.primer import Primer
 
 TINY = ModelConfig(n_layers=2, d_model=12, n_heads=2, d_ff=20, context=11, vocab_size=17)
 
@@ -110,6 +113,23 @@ def test_blocks_may_differ() -> None:
         ("linear", "identity", "dense"),
     ]
     assert hasattr(model.blocks[1].mlp, "gate")
+
+
+def test_a_block_after_an_exception_is_checked_too() -> None:
+    experts = LayerOverride((3,), mlp=MixtureOfExperts(3, 1))
+    with pytest.raises(BadInput, match="MLP reuse reads the hidden activations of the previous block"):
+        dataclasses.replace(TINY, n_layers=5, query=MLPReuse(), overrides=(experts,))
+    mended = (experts, LayerOverride((4,), query=Linear()))
+    assert dataclasses.replace(TINY, n_layers=5, query=MLPReuse(), overrides=mended).at(4).query == Linear()
+
+
+def test_each_block_decodes_with_the_state_of_its_own_mixer() -> None:
+    mixers = (LayerOverride((0,), mixer=Primer()), LayerOverride((2,), mixer=LinearAttention()))
+    model, ids_BT = build(n_layers=3, overrides=mixers), tokens()
+    cache = Cache(model.config, 2, dtype=torch.float64)
+    with torch.no_grad():
+        parts = [model(part, cache) for part in ids_BT.split((3, 1, 1, 6), dim=1)]
+        assert_close(torch.cat(parts, dim=1), model(ids_BT))
 
 
 def test_reused_activations_are_the_previous_blocks() -> None:
