@@ -410,3 +410,10 @@ def test_what_is_derived() -> None:
 def test_nearest_name() -> None:
     assert did_you_mean("stpes", ["lr", "steps"]) == "; did you mean 'steps'?"
     assert did_you_mean("zzz", ["lr", "steps"]) == "; there are: lr, steps"
+
+
+def test_what_is_nested_without_end_is_refused() -> None:
+    with pytest.raises(BadInput, match="nested too deeply"):
+        apply_settings(RunConfig(), ["model.overrides=" + "[" * 100_000])
+    with pytest.raises(BadInput, match="not JSON"):
+        from_json(RunConfig, '{"format": 1, "model": ' + "[" * 100_000)

@@ -110,7 +110,7 @@ def to_json(config: Any) -> str:
 def from_json(cls: type[C], text: str, source: str = "the configuration") -> C:
     try:
         tree = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise BadInput(f"{source}: not JSON ({error})") from None
     if not isinstance(tree, dict):
         raise BadInput(f"{source}: must hold a JSON object")
@@ -247,6 +247,8 @@ def _literal(text: str, hint: Any) -> Any:
     lowered = {"True": "true", "False": "false"}.get(text, text)
     try:
         return json.loads(lowered)
+    except RecursionError:
+        raise BadInput(f"{text[:40]}… is nested too deeply") from None
     except ValueError:
         try:
             return float(text)  # 1e-3, 6E-4: JSON wants a digit before the exponent's sign only, Python is the wider

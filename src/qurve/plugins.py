@@ -29,7 +29,7 @@ def load(file: Path) -> None:
     make_importable(file.parent)
     try:
         module = importlib.import_module(file.stem)
-    except Exception as error:  # anything can go wrong in a file that somebody wrote
+    except (Exception, SystemExit) as error:  # anything can go wrong in a file that somebody wrote
         raise BadInput(f"{VARIABLE}: {file} cannot be run: {type(error).__name__}: {error}") from error
     found = getattr(module, "__file__", None)
     if found is None or not file.samefile(found):

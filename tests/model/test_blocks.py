@@ -158,6 +158,7 @@ def test_training_pays_for_unbalanced_experts_and_evaluation_does_not() -> None:
             r"model\.query: the identity anchor .* 768 -> 384; use anchor 'linear'",
         ),
         ({"logit_softcap": 0.0}, r"logit_softcap = 0\.0: it must be above zero"),
+        ({"attention_scale": 0.0}, r"attention_scale = 0\.0: it must be above zero"),
         ({"window": 0}, r"model\.window = 0: it must be at least 1"),
     ],
 )

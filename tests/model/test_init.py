@@ -258,3 +258,9 @@ def test_streams_are_apart() -> None:
     assert len(seeds) == 20 * len(names)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert stream_seed(1, "init/x") == 8097644697428626074  # for ever: a seed of an old run means the same weights
+
+
+def test_a_scale_of_next_to_nothing_can_be_started_with() -> None:
+    value = Bottleneck(scale=1e-200)
+    model = GPT(dataclasses.replace(SMALL, value=value, residual=Skip(attention=False)))
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from qurve.model.attention import SHORT
 from qurve.model.cache import Cache
 from qurve.model.config import LayerOverride, ModelConfig
 from qurve.model.gpt import GPT
@@ -182,6 +183,8 @@ def test_a_poisoned_cache_of_padded_sequences_stays_clean() -> None:
         ({"attends": "prefix"}, {}, r"prefix_B is needed here"),
         ({}, {"padding_B": torch.tensor([3])}, r"padding_B has the shape \[1\]; it needs one number a sequence, 2"),
         ({"attends": "prefix"}, {"prefix_B": torch.tensor([7])}, r"prefix_B has the shape \[1\]"),
+        ({}, {"allowed_BTT": torch.ones(1, 11, 11)}, r"is \[1, 11, 11\] of torch\.float32; it is of torch\.bool"),
+        ({}, {"allowed_BTT": torch.ones(3, 11, 11, dtype=torch.bool)}, r"one for each sequence or one for all"),
         ({}, {"allowed_BTT": torch.ones(1, 3, 3, dtype=torch.bool)}, r"needs the shape \[B or 1, 11, 11\]"),
     ],
 )
@@ -203,3 +206,15 @@ def test_the_cache_refuses_what_cannot_be_decoded() -> None:
     model = build()
     with pytest.raises(ValueError, match="give padding_B to the cache"):
         model(tokens(), Cache(TINY, 2, dtype=torch.float64), padding_B=torch.zeros(2))
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_softcap": 9.0}, {"mixer": MLPAttention(hidden=3)}], ids=str)
+@pytest.mark.parametrize(("weights", "cached"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_cache_may_have_another_dtype_than_the_model(changes: Any, weights: torch.dtype, cached: torch.dtype) -> None:
+    """Also beyond the length up to which the CPU attends in float32 anyway."""
+    config = dataclasses.replace(TINY, context=SHORT + 20, **changes)
+    model, ids_BT = GPT(config, seed=1).to(weights).eval(), tokens(length=SHORT + 20)
+    cache = Cache(config, 2, dtype=cached)
+    with torch.no_grad():
+        found = torch.cat([model(part, cache) for part in ids_BT.split((SHORT + 10, 1, 9), dim=1)], dim=1)
+        assert_close(found, model(ids_BT), atol=0.02, rtol=0.02)

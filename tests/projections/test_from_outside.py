@@ -120,6 +120,7 @@ def test_it_computes_the_documented_formula(plugin: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("exiting.py", "import sys\nsys.exit(3)", r"exiting\.py cannot be run: SystemExit: 3"),
         ("missing.py", None, r"QURVE_PLUGINS: there is no Python file .*missing\.py"),
         ("notes.txt", "", r"there is no Python file .*notes\.txt"),
         ("broken.py", "1 / 0", r"broken\.py cannot be run: ZeroDivisionError: division by zero"),

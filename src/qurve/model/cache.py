@@ -18,18 +18,18 @@ class KeysValues:
         self.keys, self.values = torch.zeros(shape, **factory), torch.zeros(shape, **factory)
 
     def extend(self, start: int, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values behind the first `start`; returns all so far."""
+        """Write the new keys and values behind the first `start`; returns all so far, in the new ones' dtype."""
         end = start + k_BGTE.shape[2]
         self.keys[:, :, start:end] = k_BGTE
         self.values[:, :, start:end] = v_BGTE
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[:, :, :end].to(k_BGTE.dtype), self.values[:, :, :end].to(v_BGTE.dtype)
 
 
 class Cache:
     """The decoding state of every block's mixer, static in size: room for `length` tokens (default: the context).
 
-    The model writes to it during its forward pass. Sequences of mixed lengths are padded at their left: `padding_B`
-    says by how many tokens each, and their positions count from the first real one.
+    The model writes to it during its forward pass, which is for `torch.no_grad()`. Sequences of mixed lengths are
+    padded at their left: `padding_B` says by how many tokens each, and their positions count from the first real one.
 
         cache = Cache(model.config, batch=2, padding_B=torch.tensor([0, 3]))
         logits_BTV = model(prompts_BT, cache)          # then one token at a time: model(next_B1, cache)

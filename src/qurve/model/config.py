@@ -150,7 +150,7 @@ class ModelConfig:
             )
         if isinstance(self.positions, Rope) and self.head_width % 2:
             raise BadInput(f"heads of width {self.head_width} cannot be rotated in pairs; give an even model.d_head")
-        for name in ("logit_softcap", "attention_softcap"):
+        for name in ("logit_softcap", "attention_softcap", "attention_scale"):
             if (cap := getattr(self, name)) is not None and cap <= 0:
                 raise BadInput(f"model.{name} = {cap}: it must be above zero")
         if not 0 <= self.dropout < 1:

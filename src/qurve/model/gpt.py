@@ -209,6 +209,11 @@ class GPT(nn.Module):
             raise ValueError(f"a prefix of {prefix_B.max()} tokens has to be in one call, and this one has {length}")
         if allowed_BTT is not None and (cache is not None or allowed_BTT.shape[-2:] != (length, length)):
             raise ValueError(f"allowed_BTT needs the shape [B or 1, {length}, {length}], and no cache beside it")
+        if allowed_BTT is not None and (
+            allowed_BTT.dtype != torch.bool or allowed_BTT.shape[0] not in (1, len(ids_BT))
+        ):
+            given = f"{list(allowed_BTT.shape)} of {allowed_BTT.dtype}"
+            raise ValueError(f"allowed_BTT is {given}; it is of torch.bool, one for each sequence or one for all")
         padding_B = padding_B if cache is None else cache.padding_B
         view = View(config.attends, start, length, ids_BT.device, padding_B, prefix_B, allowed_BTT)
         if isinstance(config.positions, Rope):

@@ -30,7 +30,7 @@ def require_square(kind: str, dims: Dims, way_out: str) -> None:
 def beside_identity(scale: float, moment: float) -> float:
     """Root mean square of `f` with which `scale * (x + f)` has mean square 1, if `x` has `moment` and both are
     uncorrelated; 1 where `x` alone is too large for that."""
-    missing = 1 / scale**2 - moment if scale else 0.0
+    missing = 1 / scale**2 - moment if abs(scale) > 1e-6 else 0.0  # a smaller one leaves nothing to make up for
     return math.sqrt(missing) if missing > 0 else 1.0
 
 

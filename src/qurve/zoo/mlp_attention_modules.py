@@ -28,7 +28,7 @@ class Values:
         """Write the new values behind the first `start`; returns all so far."""
         end = start + v_BGTE.shape[2]
         self.values[:, :, start:end] = v_BGTE
-        return self.values[:, :, :end]
+        return self.values[:, :, :end].to(v_BGTE.dtype)
 
 
 class PositionAttention(Attention):
