@@ -39,7 +39,7 @@ several seeds to say: `qurve compare small/baseline --grid …`. `qurve train zo
 {steps} steps of {tokens:,} tokens of presidential addresses, in 2,048 BPE ids; {layers} blocks, {width} wide.
 Parameters are those without embeddings; FLOPs are forward and backward, per token; the loss is on the validation
 split, in nats per token, and starts at {start:.2f}. Tokens/s were taken as the runs went, two at a time and once each:
-arms of equal FLOPs differ by a seventh. {machine}.
+arms of equal FLOPs differ by up to a third. {machine}.
 
 {tables}
 
