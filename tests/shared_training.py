@@ -17,7 +17,7 @@ from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck
 from qurve.train.config import TrainConfig
-from qurve.train.distributed import World, accumulating, all_finite, fill, full, joined, spread
+from qurve.train.distributed import World, accumulating, all_finite, fill, full, joined, leave, spread
 from qurve.train.optim import build_optimizer
 
 # Nothing divides by 2 or 4, and with a width of 1 most processes hold an empty part of the query's first matrix.
@@ -156,3 +156,4 @@ def main(file: str, *modes: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)

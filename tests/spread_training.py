@@ -15,7 +15,7 @@ from typing import Any
 from qurve.data.loader import TokenData
 from qurve.errors import Diverged, Stopped
 from qurve.train import loop
-from qurve.train.distributed import joined
+from qurve.train.distributed import joined, leave
 from qurve.train.loop import train
 from tiny import tiny
 
@@ -41,3 +41,4 @@ if __name__ == "__main__":
                 ask_one_process_to_stop_in_an_evaluation(world.rank)
             with contextlib.suppress(Diverged, Stopped):
                 train(tiny(*settings), folder, data, resume="auto", world=world)
+    leave(0)

@@ -67,6 +67,15 @@ COMMANDS = ("compare", "train", "prepare", "report", "study", "watch", "presets"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code."""
+    code = _run_command(argv)
+    if "RANK" in os.environ:
+        from qurve.train.distributed import leave
+
+        leave(code)
+    sys.exit(code)
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows `?` for what it cannot
@@ -77,32 +86,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         import qurve
 
         print(qurve.__version__)
-        return
+        return 0
     try:
         if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
             raise BadInput(f"there is no command {arguments[0]!r}{did_you_mean(arguments[0], COMMANDS)}")
-        code = app.cli(args=arguments or ["--help"], prog="qurve", description=DESCRIPTION)
+        code: int = app.cli(args=arguments or ["--help"], prog="qurve", description=DESCRIPTION)
+        return code
     except Stopped as stopped:
         if rank == "0":  # all processes of a run stop together
             errors.print(
                 f"qurve: {stopped}; --resume auto goes on from there", markup=False, highlight=False, soft_wrap=True
             )
-        sys.exit(stopped.exit_code)
+        return stopped.exit_code
     except QurveError as error:
         where = "" if rank == "0" else f"process {rank}: "
         errors.print("[bold red]qurve: error:[/] ", end="", highlight=False)
         errors.print(f"{where}{error}", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except BrokenPipeError:  # the reader of a pipe is gone: nothing more to say
         sys.stderr.close()
-        sys.exit(EXIT_FAILED)
+        return EXIT_FAILED
     except OSError as error:  # a full disk, a name too long, no permission: the system's words say it
         errors.print(f"qurve: error: {error}", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(EXIT_FAILED)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         errors.print("qurve: interrupted", highlight=False)
-        sys.exit(EXIT_INTERRUPTED)
-    sys.exit(code)
+        return EXIT_INTERRUPTED
 
 
 # ------------------------------------------------------------------------------------------------------------ commands

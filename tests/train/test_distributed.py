@@ -117,5 +117,29 @@ def test_a_process_that_dies_ends_the_job(end: str, tmp_path: Path) -> None:
     assert "onnection" in job.stderr  # what the other process saw: closed, or reset
 
 
+ENDING = """
+import atexit, sys
+from qurve.cli import main
+class TornDown:
+    def __del__(self, write=print):
+        write("torn down")
+kept = TornDown()
+atexit.register(print, "at exit")
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("command", "code"), [("presets", 0), ("nonsense", 2)])
+def test_a_process_of_a_job_ends_without_the_teardown_in_which_gloo_aborts(command: str, code: int) -> None:
+    """Here what the teardown would do is only visible; with gloo's threads alive it ends some processes with -6."""
+    start = [sys.executable, "-c", ENDING, command]
+    alone = subprocess.run(start, env=environment(), capture_output=True, text=True)
+    assert "torn down" in alone.stdout  # so that the absence below says something
+    (in_job,) = together(1, *start[1:])
+    assert (in_job.returncode, in_job.stderr) == (code, alone.stderr)
+    assert in_job.stdout == alone.stdout.replace("torn down\n", "")
+    assert in_job.stdout.endswith("at exit\n")
+
+
 def test_the_timeout_is_finite() -> None:
     assert 60 < distributed.TIMEOUT.total_seconds() <= 600

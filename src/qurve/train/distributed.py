@@ -6,13 +6,15 @@ others waiting until the timeout.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -111,6 +113,20 @@ def joined(device: str) -> Iterator[World]:
     # Not after an error: the process's own message must come before the others' "connection closed", whose exit would
     # have torchrun end this one, and NCCL may wait for ever for what the others never sent. Its exit closes everything.
     dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process of a job, with this exit code and without the interpreter's teardown.
+
+    Gloo's threads outlive the process group: FSDP's meshes keep it, and so does the import of `torch.distributed.nn`
+    that DDP makes. One that lets go of its last message during the teardown aborts the process (exit code -6), and
+    torchrun then calls a finished training failed. See https://github.com/pytorch/pytorch/pull/179291.
+    """
+    atexit._run_exitfuncs()  # what was promised to others, as in a process that multiprocessing forked
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
+    os._exit(code)
 
 
 def _take_gpu(device: str, world: World) -> None:
