@@ -17,6 +17,7 @@ from qurve.model.cache import KeysValues
 from qurve.model.config import ModelConfig
 from qurve.model.positions import Rope, rotate
 from qurve.model.view import View
+from qurve.ops.attention import causal_attention
 from qurve.projections.functional import normalize, wide
 from qurve.projections.module import Projection, project
 
@@ -120,6 +121,8 @@ def attend(
     if softcap is not None:
         return _attend_capped(q_BHTE, k_BGSE, v_BGSE, mask, scale, dropout, softcap)
     mask_TS, is_causal = mask
+    if is_causal and not dropout and q_BHTE.device.type == "cpu" and torch.compiler.is_compiling():
+        return _attend_in_blocks(q_BHTE, k_BGSE, v_BGSE, scale)
     attention = partial(
         F.scaled_dot_product_attention,
         attn_mask=mask_TS,
@@ -132,6 +135,13 @@ def attend(
         with torch.autocast("cpu", enabled=False):
             return attention(wide(q_BHTE), wide(k_BGSE), wide(v_BGSE))
     return attention(q_BHTE, k_BGSE, v_BGSE)  # autocast gives all three one dtype
+
+
+def _attend_in_blocks(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
+    groups = q_BHTE.shape[1] // k_BGTE.shape[1]
+    k_BHTE, v_BHTE = (t if groups == 1 else t.repeat_interleave(groups, dim=1) for t in (k_BGTE, v_BGTE))
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q_BHTE.dtype
+    return causal_attention(q_BHTE.to(dtype), k_BHTE.to(dtype), v_BHTE.to(dtype), scale)
 
 
 def _attend_capped(

@@ -22,6 +22,7 @@ from qurve.model.feed_forward_modules import ExpertFeedForward
 from qurve.model.init import initialize
 from qurve.model.positions import Learned, Rope, rotations
 from qurve.model.view import View
+from qurve.ops.cross_entropy import capped, linear_cross_entropy
 from qurve.projections import Linear
 from qurve.projections.base import STD
 from qurve.runfolder import RunFolder
@@ -148,12 +149,14 @@ class GPT(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """The head: `[B, T, D]` -> `[B, T, V]`."""
+        logits_BTV: Tensor = F.linear(self._scaled(hidden_BTD), self.head_weight)
+        return logits_BTV if self.config.logit_softcap is None else capped(logits_BTV, self.config.logit_softcap)
+
+    def _scaled(self, hidden_BTD: Tensor) -> Tensor:
+        """What the head multiplies: a tied embedding that starts larger than a head would is scaled back."""
         if self.config.tie_embeddings and self.config.embedding_std != STD:
-            hidden_BTD = STD / self.config.embedding_std * hidden_BTD
-        logits_BTV: Tensor = F.linear(hidden_BTD, self.head_weight)
-        if (cap := self.config.logit_softcap) is not None:
-            logits_BTV = cap * torch.tanh(logits_BTV.float() / cap)
-        return logits_BTV
+            return STD / self.config.embedding_std * hidden_BTD
+        return hidden_BTD
 
     def hidden(
         self, ids_BT: Tensor, cache: Cache | None = None, **limits: Tensor | None
@@ -227,7 +230,8 @@ class GPT(nn.Module):
         In training a mixture of experts adds its load-balancing loss, weighted, mean over the blocks.
         """
         hidden_BTD, balances = self.hidden(ids_BT, prefix_B=prefix_B)
-        loss = F.cross_entropy(self.logits(hidden_BTD).flatten(0, 1).float(), targets_BT.flatten())
+        hidden_ND = self._scaled(hidden_BTD).flatten(0, 1)
+        loss = linear_cross_entropy(hidden_ND, self.head_weight, targets_BT.flatten(), self.config.logit_softcap)
         if self.training and balances:
             loss = loss + torch.stack(balances).mean()
         return loss
