@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,18 +43,19 @@ def machine(device: str) -> dict[str, Any]:
 
 
 class Results:
-    """What a benchmark found, `{**head, "rows": […]}`, written to its file after every row.
+    """What a benchmark found, `{**head, "summary": {…}, "rows": […]}`, written to its file after every change.
 
     A file that holds rows already is gone on with, where it was made by the same command on the same machine; another
-    one is refused (`SystemExit`). Without a file the rows are only kept.
+    one is refused (`SystemExit`). Without a file everything is only kept.
     """
 
     def __init__(self, file: Path | None, head: Mapping[str, Any]) -> None:
         self.file, self.head = file, json.loads(json.dumps(head))
+        self.summary: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
         if file is not None and file.exists():
             found = json.loads(file.read_text(encoding="utf-8"))
-            self.rows = found.pop("rows")
+            self.summary, self.rows = found.pop("summary"), found.pop("rows")
             if found != self.head:
                 other = next(name for name in {**found, **self.head} if found.get(name) != self.head.get(name))
                 raise SystemExit(
@@ -69,13 +69,20 @@ class Results:
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
         self.rows.append(row)
-        if self.file is not None:
-            lines = ",\n".join(f"  {json.dumps(row)}" for row in self.rows)
-            head = json.dumps(self.head, indent=1).removesuffix("\n}")
-            write_atomic(self.file, f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+        self._write()
         return row
+
+    def conclude(self, name: str, value: Any) -> None:
+        """What follows from the rows."""
+        self.summary[name] = value
+        self._write()
 
     def print_line(self) -> None:
         """All of it as one JSON line, as every benchmark ends."""
-        print(json.dumps({**self.head, "rows": self.rows}))
-        sys.stdout.flush()
+        print(json.dumps({**self.head, "summary": self.summary, "rows": self.rows}), flush=True)
+
+    def _write(self) -> None:
+        if self.file is not None:
+            head = json.dumps({**self.head, "summary": self.summary}, indent=1).removesuffix("\n}")
+            rows = ",\n".join(f"  {json.dumps(row)}" for row in self.rows)
+            write_atomic(self.file, f'{head},\n "rows": [\n{rows}\n ]\n}}\n')
