@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from qurve.files import write_atomic
 from qurve.train.config import RunConfig, TrainConfig
@@ -23,6 +26,21 @@ def take_turns(sides: Mapping[str, Callable[[], Measured]], rounds: int) -> dict
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             found[name].append(sides[name]())
     return found
+
+
+def seconds_of(call: Callable[[], Any], times: int, device: str) -> float:
+    """Of one call, what it leaves the device to do included."""
+    synchronise(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    synchronise(device)
+    return (time.perf_counter() - began) / times
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -71,6 +89,11 @@ class Results:
         self.rows.append(row)
         self._write()
         return row
+
+    def forget(self, **key: Any) -> None:
+        """Drop the rows with these values: they are measured anew."""
+        self.rows = [row for row in self.rows if not all(row.get(name) == value for name, value in key.items())]
+        self._write()
 
     def conclude(self, name: str, value: Any) -> None:
         """What follows from the rows."""

@@ -96,6 +96,7 @@ def main() -> None:
 
 def price(kind: ProjectionConfig, options: argparse.Namespace, *, compiled: bool) -> dict[str, Any]:
     """A row: milliseconds of both sides, and the ratios within a round."""
+    torch.compiler.reset()  # what is compiled is limited by the function, and all choices share their functions
     torch.manual_seed(0)
     x_BTD = torch.randn(options.batch, options.tokens, options.width)
     make: Make = partial(torch.compile, dynamic=False) if compiled else lambda outputs: outputs

@@ -89,6 +89,7 @@ def main() -> None:
     head |= {"precision": training.precision, "threads": options.threads, "machine": machine("cpu")}
     results = Results(options.out, head)
     how = "compiled" if options.compiled else "eager"
+    torch._dynamo.config.recompile_limit = 64  # all points share one function, and each is compiled for its own shape
     with machine_settings(RunConfig(train=training)):
         base = step(BASE, options.vocab, training, options.compiled)
         warm(base)
