@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -318,6 +320,7 @@ def prepare_loss(training: Training, example: Batch) -> LossFunction:
 
     progress.note("compiling …")
     started = time.perf_counter()
+    _forget_graphs_of_others(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)))
     # Static shapes: which graph runs then never depends on what was compiled before in this process.
     compiled: LossFunction = torch.compile(loss_module, dynamic=False)
     outcome: dict[str, object] = {"compiled": True}
@@ -336,6 +339,16 @@ def prepare_loss(training: Training, example: Batch) -> LossFunction:
         seconds = round(time.perf_counter() - started, 3)
         training.run.add_to_environment({**outcome, "compile_seconds": seconds})
     return compiled
+
+
+@functools.lru_cache(maxsize=1)
+def _forget_graphs_of_others(config: RunConfig) -> None:
+    """Drop what this process compiled for another configuration; the next seed of the same one compiles nothing.
+
+    torch compiles a function at most eight times in a process, and then runs it eager with no more than a warning. An
+    arm takes two or three, for training, for evaluation and for its last part: the fourth of a study would go eager.
+    """
+    torch.compiler.reset()
 
 
 def in_words(error: BaseException, run: RunFolder, world: World) -> BaseException:
