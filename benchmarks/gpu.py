@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import nanogpt
@@ -44,7 +44,7 @@ from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck, Linear
 from qurve.train.config import RunConfig, TrainConfig
-from qurve.train.distributed import Loss, gradient_norm
+from qurve.train.distributed import Loss
 from qurve.train.optim import build_optimizer
 from qurve.train.runtime import autocast
 
@@ -187,7 +187,7 @@ def peaks(bench: Bench) -> dict[str, Any]:
 
 def train(bench: Bench, name: str) -> dict[str, Any]:
     """Our linear and nonlinear queries."""
-    sides = {query: _ours(bench, name, query) for query in QUERIES}
+    sides = {query: _side(bench, name, query) for query in QUERIES}
     seconds = _race_training(bench, name, sides)
     utilised = bench.results.find(section=bench.section, side="linear")["mfu"]
     return {"MFU": utilised, "nonlinear / linear": spread(ratios(seconds["linear"], seconds["nonlinear"]))}
@@ -197,7 +197,7 @@ def peer(bench: Bench, name: str, checkout: Path) -> dict[str, Any]:
     """Our linear query and nanoGPT, which are the same architecture."""
     module, (config, _) = nanogpt.load(checkout), bench.sizes.models[name]
     difference = nanogpt.same_loss(module, config, tuple(t.cpu()[:1] for t in _batch(bench, name)))
-    sides = {"linear": _ours(bench, name, "linear"), "nanoGPT": _theirs(bench, name, module)}
+    sides = {"linear": _side(bench, name, "linear"), "nanoGPT": _side(bench, name, "linear", module)}
     seconds = _race_training(bench, name, sides)
     return {
         "linear / nanoGPT": spread(ratios(seconds["nanoGPT"], seconds["linear"])),
@@ -278,7 +278,7 @@ def attention(bench: Bench) -> dict[str, Any]:
 class Side:
     step: Step
     facts: dict[str, Any]
-    """What is known before the race: seconds of the first step, peak memory."""
+    """What is known before the race."""
 
 
 def _config(bench: Bench, name: str, query: str) -> ModelConfig:
@@ -296,53 +296,33 @@ def _batch(bench: Bench, name: str) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _ours(bench: Bench, name: str, query: str) -> Side:
+def _side(bench: Bench, name: str, query: str, theirs: ModuleType | None = None) -> Side:
+    """Our model with this query, or nanoGPT's: built, compiled, warm. Its first loss must be the eager float32 one."""
     settings = TrainConfig(device=bench.device, precision="bf16")
     run = RunConfig(_config(bench, name, query), train=settings)
+    bench.forget_peak()
     base, batch = bench.allocated(), _batch(bench, name)
-    model = GPT(run.model).to(bench.device)
-    loss_module = Loss(model)
-    with torch.no_grad():
-        exact = loss_module(*batch).item()  # eager, float32
-    optimizer = build_optimizer(model, settings)
-    loss_of = bench.compiled(loss_module)
+    model = GPT(run.model) if theirs is None else nanogpt.build(theirs, run.model)
+    model.to(bench.device)
+    optimizer = build_optimizer(model, settings) if theirs is None else nanogpt.optimizer(model, bench.device)
+    module = Loss(model) if isinstance(model, GPT) else model
+    compiled = bench.compiled(module)
+
+    def loss_by(forward: Callable[..., Any]) -> Tensor:
+        found = forward(*batch)
+        return found[1] if theirs else found
 
     def step() -> Tensor:
         with autocast(run):
-            loss: Tensor = loss_of(*batch)
+            loss = loss_by(compiled)
         loss.backward()
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip, gradient_norm(model))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    return _begin(bench, step, base, exact)
-
-
-def _theirs(bench: Bench, name: str, module: Any) -> Side:
-    settings = TrainConfig(device=bench.device, precision="bf16")
-    run = RunConfig(_config(bench, name, "linear"), train=settings)
-    base, batch = bench.allocated(), _batch(bench, name)
-    model = nanogpt.build(module, run.model).to(bench.device)
     with torch.no_grad():
-        exact = model(*batch)[1].item()
-    optimizer = nanogpt.optimizer(model, bench.device)
-    forward = bench.compiled(model)
-
-    def step() -> Tensor:
-        with autocast(run):
-            _, loss = forward(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return _begin(bench, step, base, exact)
-
-
-def _begin(bench: Bench, step: Step, base: int, exact: float) -> Side:
-    """Compile, compare the first loss with the eager one of float32, warm up, and note the peak memory of a step."""
+        exact = loss_by(module).item()
     began = time.perf_counter()
     found = step().item()
     first = time.perf_counter() - began

@@ -4,12 +4,13 @@
 
 What is timed is a block's queries, keys and values together, as `project` makes them: one matrix product over all
 stems, then the heads. Decoding is one token of one sequence, the stems stacked and their gains folded beforehand.
-bf16 is autocast over float32 weights in training, and bf16 weights in decoding. Each choice takes turns with the linear
-query, who goes first alternates, and ratios are taken within a round; compilation and warm-up come before.
+bf16 is autocast over float32 weights in training, and bf16 weights in decoding. In each round every choice takes its
+turn with the linear query at its side; who goes first alternates, and ratios are taken within such a pair. Compilation
+and warm-up come before.
 
 Before it is timed, each choice is held against its plain forward in float64: outputs and every gradient of the fused
 path, eager or compiled, may be off by twice what the plain path is in the same precision. Prints a table, then one JSON
-line; with --out the file grows row by row, and a run that was cut goes on.
+line; --out adds to a file what it lacks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import Results, machine, ratios, spread, take_turns
+from measuring import Results, machine, ratios, spread
 from torch import Tensor, nn
 
 from qurve.projections import Bottleneck, Linear, ProjectionConfig
@@ -80,57 +81,68 @@ def main() -> None:
 
     head = {"benchmark": "prices", "command": "python benchmarks/prices.py", "rounds": options.rounds}
     results = Results(options.out, head | {"threads": options.threads, "machine": machine("cpu")})
-    shape = {name: getattr(options, name) for name in ("width", "tokens", "batch", "precision")}
     print(f"{'as many times the linear query':>45}: {'  '.join(f'{part:>8}' for part in PARTS)}")
+    torch._dynamo.config.recompile_limit = 64  # all choices share their functions
     with machine_settings(RunConfig(train=TrainConfig(device="cpu", threads=options.threads))):
-        for name, kind in choices(options.width).items():
-            for how in ("eager",) if options.eager else ("eager", "compiled"):
-                key = {"choice": name, "how": how, **shape}
-                row = results.find(**key) or results.add(key | price(kind, options, compiled=how == "compiled"))
-                found = [row["ratio"][part] for part in PARTS]
-                medians = "  ".join(f"{part['median']:8.3f}" for part in found)
-                quartiles = "  ".join(f"{part['low']:.3f} to {part['high']:.3f}" for part in found)
-                print(f"{name:>30}  {how:>12}   {medians}   quartiles {quartiles}", flush=True)
+        for how in ("eager",) if options.eager else ("eager", "compiled"):
+            key = {name: getattr(options, name) for name in ("width", "tokens", "batch", "precision")} | {"how": how}
+            if results.find(**key) is None:
+                for row in price(choices(options.width), options, compiled=how == "compiled"):
+                    results.add(key | row)
+            for row in results.rows:
+                if key.items() <= row.items():
+                    found = [row["ratio"][part] for part in PARTS]
+                    medians = "  ".join(f"{part['median']:8.3f}" for part in found)
+                    quartiles = "  ".join(f"{part['low']:.3f} to {part['high']:.3f}" for part in found)
+                    print(f"{row['choice']:>30}  {how:>12}   {medians}   quartiles {quartiles}", flush=True)
     results.print_line()
 
 
-def price(kind: ProjectionConfig, options: argparse.Namespace, *, compiled: bool) -> dict[str, Any]:
-    """A row: milliseconds of both sides, and the ratios within a round."""
-    torch.compiler.reset()  # what is compiled is limited by the function, and all choices share their functions
+def price(kinds: dict[str, ProjectionConfig], options: argparse.Namespace, *, compiled: bool) -> list[dict[str, Any]]:
+    """A row for each kind: milliseconds of both sides, and the ratios within a pair."""
     torch.manual_seed(0)
     x_BTD = torch.randn(options.batch, options.tokens, options.width)
     make: Make = partial(torch.compile, dynamic=False) if compiled else lambda outputs: outputs
-    blocks = {
-        name: nn.ModuleList(k.build(options.width, options.width) for k in (query, Linear(), Linear()))
-        for name, query in (("linear", Linear()), ("nonlinear", kind))
-    }
-    sides = {name: training(block, x_BTD, options.precision, make) for name, block in blocks.items()}
-    steps = {name: decoding(block, x_BTD[:1, :1], options.precision, make) for name, block in blocks.items()}
-    began = time.perf_counter()
-    for first in (*sides.values(), *steps.values()):
-        first()
-    first_calls = time.perf_counter() - began
-    errors = check(blocks["nonlinear"], x_BTD, options.precision, make)
+    passes, rows = {}, {}
+    for name, kind in {"linear": Linear(), **kinds}.items():
+        block = nn.ModuleList(k.build(options.width, options.width) for k in (kind, Linear(), Linear()))
+        outputs = make(partial(project, list(block)))
+        began = time.perf_counter()
+        train = training(block, outputs, x_BTD, options.precision)
+        decode = decoding(block, x_BTD, options.precision, make)
+        passes[name] = partial(_pass, train, decode)
+        passes[name]()
+        first = time.perf_counter() - began
+        rows[name] = {"choice": name, "first_calls_s": round(first, 2)}
+        rows[name]["largest_error"] = check(block, outputs, x_BTD, options.precision)
 
-    take_turns(sides, 2)  # warms up
-    trained, decoded = take_turns(sides, options.rounds), take_turns(steps, options.rounds)
-    seconds = {
-        name: dict(zip(PARTS, (*zip(*trained[name], strict=True), decoded[name]), strict=True)) for name in blocks
-    }
-    return {
-        "ms": {n: {part: spread([1e3 * s for s in parts[part]]) for part in PARTS} for n, parts in seconds.items()},
-        "ratio": {p: spread(ratios(seconds["nonlinear"][p], seconds["linear"][p])) for p in PARTS},
-        "first_calls_s": round(first_calls, 2),
-        "largest_error": errors,
-    }
+    pairs: dict[str, list[dict[str, tuple[float, ...]]]] = {name: [] for name in kinds}
+    for turn in range(options.rounds):
+        for name in list(kinds):
+            order = ("linear", name) if turn % 2 else (name, "linear")
+            pairs[name].append({side: passes[side]() for side in order})
+    for name, found in pairs.items():
+        ms = {side: [[1e3 * s for s in pair[side]] for pair in found] for side in ("linear", name)}
+        by_part = {side: dict(zip(PARTS, zip(*values, strict=True), strict=True)) for side, values in ms.items()}
+        rows[name]["ms"] = {part: spread(by_part[name][part]) for part in PARTS}
+        rows[name]["linear_ms"] = {part: spread(by_part["linear"][part]) for part in PARTS}
+        rows[name]["ratio"] = {part: spread(ratios(by_part[name][part], by_part["linear"][part])) for part in PARTS}
+    return [rows[name] for name in kinds]
+
+
+def _pass(train: Callable[[], tuple[float, float]], decode: Callable[[], float]) -> tuple[float, float, float]:
+    """Seconds of a forward and a backward pass and of a decoded token, each after one that does not count."""
+    train()
+    return *train(), decode()
 
 
 # ------------------------------------------------------------------------------------------------------- the two sides
 
 
-def training(block: nn.ModuleList, x_BTD: Tensor, precision: str, make: Make) -> Callable[[], tuple[float, float]]:
+def training(
+    block: nn.ModuleList, outputs: Outputs, x_BTD: Tensor, precision: str
+) -> Callable[[], tuple[float, float]]:
     """Seconds of one forward and of one backward pass."""
-    outputs = make(partial(project, list(block)))
     x_BTD = x_BTD.clone().requires_grad_()
     wanted = [x_BTD, *block.parameters()]
     given = [torch.randn_like(x_BTD, dtype=y.dtype) for y in forward(outputs, x_BTD, precision)]
@@ -150,11 +162,11 @@ def forward(outputs: Outputs, x_BTD: Tensor, precision: str) -> list[Tensor]:
         return outputs(x_BTD)
 
 
-def decoding(block: nn.ModuleList, x_11D: Tensor, precision: str, make: Make) -> Callable[[], float]:
+def decoding(block: nn.ModuleList, x_BTD: Tensor, precision: str, make: Make) -> Callable[[], float]:
     """Seconds of one token: weights in the compute dtype, stems stacked once."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     parts = [p.to(dtype) for p in copy.deepcopy(block)]
-    x_11D = x_11D.to(dtype)
+    x_11D = x_BTD[:1, :1].to(dtype)
     with torch.no_grad():
         weight_SD = torch.cat([p.config.stem(p) for p in parts])
     rows = [p.config.stem_rows(p.dims) for p in parts]
@@ -167,6 +179,7 @@ def decoding(block: nn.ModuleList, x_11D: Tensor, precision: str, make: Make) ->
 
     @torch.inference_mode()
     def tokens() -> float:
+        made(x_11D)
         began = time.perf_counter()
         for _ in range(DECODE_CALLS):
             made(x_11D)
@@ -178,7 +191,7 @@ def decoding(block: nn.ModuleList, x_11D: Tensor, precision: str, make: Make) ->
 # --------------------------------------------------------------------------------------------------------- correctness
 
 
-def check(block: nn.ModuleList, x_BTD: Tensor, precision: str, make: Make) -> dict[str, float]:
+def check(block: nn.ModuleList, outputs: Outputs, x_BTD: Tensor, precision: str) -> dict[str, float]:
     """The largest errors of the plain and the fused path against float64, over all outputs and gradients.
 
     Raises `SystemExit` where the fused path is off by more than twice as much as the plain one.
@@ -195,7 +208,7 @@ def check(block: nn.ModuleList, x_BTD: Tensor, precision: str, make: Make) -> di
     exact_block = copy.deepcopy(block).double()
     exact = found(exact_block, lambda x: [p(x) for p in exact_block], x_BTD.double())
     plain = found(block, lambda x: [p(x) for p in block], x_BTD)
-    fused = found(block, make(partial(project, list(block))), x_BTD)
+    fused = found(block, outputs, x_BTD)
     names = ["queries", "keys", "values", "x", *(name for name, _ in block.named_parameters())]
     worst = {"plain": 0.0, "fused": 0.0}
     for name, right, *others in zip(names, exact, plain, fused, strict=True):

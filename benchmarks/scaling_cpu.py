@@ -120,6 +120,7 @@ def measure(
     return {
         "tokens_per_s": spread([point.B * point.T / s for s in seconds["own"]]),
         "ms": spread([1e3 * s for s in seconds["own"]]),
+        "base_ms": spread([1e3 * s for s in seconds["base"]]),
         "seconds_of_base": spread(ratios(seconds["own"], seconds["base"])),
         "flops": point.flops(options.vocab),
         "first_step_s": round(first, 2),
