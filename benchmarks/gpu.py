@@ -83,7 +83,7 @@ GPU = Sizes(
     },
     rounds=5,
     steps=10,
-    batches=(1, 8, 64),
+    batches=(1, 32),
     prompt=512,
     new_tokens=64,
     product=8192,
@@ -215,13 +215,17 @@ def decode(bench: Bench, name: str) -> dict[str, Any]:
     for batch in sizes.batches:
         ids_BT, room = _ids(bench, name, batch, sizes.prompt), sizes.prompt + sizes.new_tokens
 
-        def read_and_write(query: str, ids_BT: Tensor = ids_BT, room: int = room) -> tuple[float, float]:
-            decoder = Decoder(models[query], len(ids_BT), None, room, torch.bfloat16)
-            return _read_and_write(bench, decoder, ids_BT)
+        compiled = bench.on_gpu and batch == 1  # where launches take longer than what is launched
 
-        for model in models.values():
-            _check_decoder(Decoder(model, batch, None, room, torch.bfloat16), model, ids_BT)
-        sides = {query: partial(read_and_write, query) for query in QUERIES}
+        def decoder(query: str, batch: int = batch, room: int = room, compiled: bool = compiled) -> Decoder:
+            return Decoder(models[query], batch, None, room, torch.bfloat16, compile=compiled)
+
+        for query, model in models.items():
+            _check_decoder(decoder(query), model, ids_BT)
+        sides = {
+            query: lambda query=query, decoder=decoder, ids_BT=ids_BT: _read_and_write(bench, decoder(query), ids_BT)
+            for query in QUERIES
+        }
         take_turns(sides, 1)  # warms up
         pairs = take_turns(sides, sizes.rounds)
         prefill, step = ({query: [pair[part] for pair in pairs[query]] for query in QUERIES} for part in (0, 1))
@@ -231,6 +235,7 @@ def decode(bench: Bench, name: str) -> dict[str, Any]:
             bench.add(
                 side=query,
                 batch=batch,
+                compiled=compiled,
                 prefill_tokens_per_s=spread([batch * sizes.prompt / s for s in prefill[query]]),
                 decode_tokens_per_s=spread([batch / s for s in step[query]]),
                 decode_ms=spread([1e3 * s for s in step[query]]),
@@ -485,9 +490,9 @@ def main() -> None:
             "kernel": (0.5, partial(kernel, bench) if _is_there("kernel") else None),
             "train 124M": (1.5, partial(train, bench, "124M")),
             "peer 124M": (1.5, partial(peer, bench, "124M", options.peer) if options.peer else None),
-            "decode 124M": (0.5, partial(decode, bench, "124M") if _is_there("qurve.generate.decoder") else None),
-            "attention": (0.2, partial(attention, bench)),
             "train 350M": (2.0, partial(train, bench, "350M")),
+            "decode 124M": (1.0, partial(decode, bench, "124M") if _is_there("qurve.generate.decoder") else None),
+            "attention": (0.2, partial(attention, bench)),
             "peer 350M": (2.0, partial(peer, bench, "350M", options.peer) if options.peer else None),
         },
     )
