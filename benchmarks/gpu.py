@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import importlib.util
-import json
 import signal
 import statistics
 import sys
@@ -28,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -162,7 +161,7 @@ class Bench:
 
 
 def kernel(bench: Bench) -> dict[str, Any]:
-    """The Triton head against the reference, forward and every gradient, on this device."""
+    """The query's head in every way it can be run: output and all gradients right, or this section fails; then times."""
     from kernel import measure
 
     for row in measure(bench.device, bench.sizes.kernel):
@@ -428,19 +427,16 @@ def run(bench: Bench, sections: dict[str, tuple[float, Callable[[], dict[str, An
     return failed
 
 
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def show(bench: Bench) -> None:
     """The table."""
     for row in bench.results.rows:
         where = f"{row['section']:>11} {row.get('model', ''):>4} {row.get('side', ''):>20}"
         if (trouble := row.get("failed") or row.get("missing")) is not None:
             print(f"{where}  {trouble}")
+        elif "errors" in row:
+            shape = "{rows:,} x {d}, R {r}, {dtype}".format(**row)
+            times = (f"{way} {found['us']['median']:,.0f} µs" for way, found in row["forward_backward"].items())
+            print(f"{where}  {shape}: {', '.join(times)}; errors {row['errors']} of torch's own, at most 2")
         elif "mfu" in row:
             share = "MFU not known" if row["mfu"] is None else f"MFU {row['mfu']:.3f}"
             memory = "" if row["peak_bytes"] is None else f"   at most {row['peak_bytes'] / 2**30:.1f} GiB"
@@ -450,8 +446,6 @@ def show(bench: Bench) -> None:
             print(f"{where}  batch {row['batch']:3}   prefill {read:11,.0f}   decode {write:9,.0f} tokens/s")
         elif "ms" in row:
             print(f"{where}  {_words(row['ms'], '.2f')} ms")
-        else:
-            print(f"{where}  {json.dumps({name: value for name, value in row.items() if name != 'section'})}")
     found = {
         f"{section}: {name}": value["median"] if isinstance(value, dict) else value
         for section, values in bench.results.summary.items()
@@ -487,11 +481,11 @@ def main() -> None:
         bench,
         {  # in order of importance, each with the minutes that it wants
             "peaks": (0.1, partial(peaks, bench)),
-            "kernel": (0.5, partial(kernel, bench) if _is_there("kernel") else None),
+            "kernel": (1.2, partial(kernel, bench) if find_spec("kernel") else None),
             "train 124M": (1.5, partial(train, bench, "124M")),
             "peer 124M": (1.5, partial(peer, bench, "124M", options.peer) if options.peer else None),
             "train 350M": (2.0, partial(train, bench, "350M")),
-            "decode 124M": (1.0, partial(decode, bench, "124M") if _is_there("qurve.generate.decoder") else None),
+            "decode 124M": (1.0, partial(decode, bench, "124M") if find_spec("qurve.generate") else None),
             "attention": (0.2, partial(attention, bench)),
             "peer 350M": (2.0, partial(peer, bench, "350M", options.peer) if options.peer else None),
         },
