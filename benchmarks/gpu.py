@@ -161,7 +161,7 @@ class Bench:
 
 
 def kernel(bench: Bench) -> dict[str, Any]:
-    """The query's head in every way it can be run: output and all gradients right, or this section fails; then times."""
+    """The query's head in every way it can be run: output and gradients right, or the section fails; then times."""
     from kernel import measure
 
     for row in measure(bench.device, bench.sizes.kernel):

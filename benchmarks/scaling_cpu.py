@@ -10,7 +10,8 @@ units of the base's within a round, so that a machine that slows down meanwhile 
 
 For each axis: the exponent of seconds against FLOPs (least squares over logarithms), and the largest step between
 neighbours, the factor in seconds over the factor in FLOPs: a cliff would show as one far above 1. Prints a table, then
-one JSON line; with --out the file grows point by point, and a run that was cut goes on.
+one JSON line; with --out the file grows point by point, and a run that was cut goes on. It begins with dropping the
+points beside which the base took far longer than its best: the machine was at something else.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Point:
 
 
 BASE = Point()
+BUSY = 1.3
+"""Times the base's least median: above that, a point is measured anew."""
 AXES = {
     "T": (64, 128, 256, 512, 1024),
     "B": (1, 2, 4, 8, 16, 32),
@@ -88,6 +91,7 @@ def main() -> None:
     head |= {"base": dataclasses.asdict(BASE), "vocab": options.vocab, "rounds": options.rounds}
     head |= {"precision": training.precision, "threads": options.threads, "machine": machine("cpu")}
     results = Results(options.out, head)
+    drop_disturbed(results)
     how = "compiled" if options.compiled else "eager"
     torch._dynamo.config.recompile_limit = 64  # all points share one function, and each is compiled for its own shape
     with machine_settings(RunConfig(train=training)):
@@ -110,6 +114,20 @@ def main() -> None:
     results.print_line()
 
 
+def drop_disturbed(results: Results) -> None:
+    best: dict[str, float] = {}
+    for row in results.rows:
+        best[row["how"]] = min(best.get(row["how"], math.inf), _base_ms(row))
+    for row in list(results.rows):
+        if _base_ms(row) > BUSY * best[row["how"]]:
+            results.forget(axis=row["axis"], size=row["size"], how=row["how"])
+
+
+def _base_ms(row: dict[str, Any]) -> float:
+    """What the base took beside this point."""
+    return float(row["ms"]["median"] / row["seconds_of_base"]["median"])
+
+
 def measure(
     axis: str, size: int, base: Callable[[], float], options: argparse.Namespace, training: TrainConfig
 ) -> dict[str, Any]:
@@ -120,7 +138,6 @@ def measure(
     return {
         "tokens_per_s": spread([point.B * point.T / s for s in seconds["own"]]),
         "ms": spread([1e3 * s for s in seconds["own"]]),
-        "base_ms": spread([1e3 * s for s in seconds["base"]]),
         "seconds_of_base": spread(ratios(seconds["own"], seconds["base"])),
         "flops": point.flops(options.vocab),
         "first_step_s": round(first, 2),

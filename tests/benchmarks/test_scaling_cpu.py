@@ -3,7 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scaling_cpu import AXES, BASE, summarise
+from measuring import Results
+from scaling_cpu import AXES, BASE, drop_disturbed, summarise
 
 
 def row(size: int, seconds: float, flops: float) -> dict[str, Any]:
@@ -20,6 +21,15 @@ def test_cliff_is_found_where_it_is() -> None:
     found = summarise([row(1, 1, 1), row(2, 2, 2), row(4, 12, 4), row(8, 24, 8)])
     assert found["largest_step"] == 3
     assert found["step_at"] == "2 to 4"
+
+
+def test_point_measured_while_the_machine_was_busy_is_dropped() -> None:
+    results = Results(None, {})
+    for size, how, base_ms in ((1, "eager", 100), (2, "eager", 129), (4, "eager", 131), (4, "compiled", 60)):
+        times = {"ms": {"median": size * base_ms}, "seconds_of_base": {"median": size}}
+        results.add({"axis": "B", "size": size, "how": how, **times})
+    drop_disturbed(results)
+    assert [(row["size"], row["how"]) for row in results.rows] == [(1, "eager"), (2, "eager"), (4, "compiled")]
 
 
 def test_every_axis_goes_through_the_base() -> None:
