@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,29 @@ def test_trying_the_compilation_leaves_no_gradient_and_no_random_number_behind(
     assert numbers(compiled) == numbers(eager)
     assert compiled.environment()["compiled"] is True
     assert compiled.environment()["compile_seconds"] >= 0
+
+
+@pytest.mark.slow
+def test_every_arm_of_a_long_study_is_compiled_and_its_next_seed_is_not(
+    with_compiler: None, monkeypatch: pytest.MonkeyPatch, data: TokenData, tmp_path: Path
+) -> None:
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled = []
+    for width, seed in ((16, 1), (16, 2), (32, 1), (48, 1), (64, 1), (80, 1)):
+        before = graphs
+        settings = (f"model.d_model={width}", "model.n_layers=1", f"train.seed={seed}", "train.steps=1", COMPILED)
+        train(tiny(*settings), tmp_path / f"{width}-{seed}", data)
+        compiled.append(graphs - before)
+    each = compiled[0]
+    assert each >= 2  # a training and an evaluation: five arms are more than torch compiles of one function
+    assert compiled == [each, 0, each, each, each, each]
 
 
 def test_without_a_compiler_training_says_so_and_runs_eager(

@@ -301,6 +301,41 @@ def test_evaluation_weighs_every_token_alike_when_the_last_batch_is_smaller(data
         assert run.eval_lines(split)[0]["tokens"] == 7 * 32
 
 
+def test_evaluation_asks_for_one_number_however_many_parts_it_has(
+    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question would have a GPU wait."""
+    item, asked = torch.Tensor.item, 0
+
+    def asking(tensor: torch.Tensor) -> Any:
+        nonlocal asked
+        asked += 1
+        return item(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "item", asking)
+    counts = {}
+    for count in (4, 24):
+        asked = 0
+        train(tiny(f"eval.windows={count}", "train.steps=2", "eval.every=1"), tmp_path / str(count), data)
+        counts[count] = asked
+    assert counts[4] == counts[24] > 0
+
+
+def test_batch_goes_to_a_gpu_from_pinned_memory_and_waits_for_nothing(
+    data: TokenData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned, moved = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *to, **how: moved.append((to, how)) or tensor)
+    starts = np.array([0, 32])
+    on_gpu = windows.batch(tiny("train.device=cuda"), data.split("train"), starts, "1 1")
+    assert len(pinned) == 2
+    assert moved == [(("cuda",), {"non_blocking": True})] * 2
+    on_cpu = windows.batch(tiny(), data.split("train"), starts, "1 1")
+    assert len(pinned) == len(moved) == 2
+    assert all(torch.equal(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
+
+
 def test_gradient_is_clipped_to_its_norm(data: TokenData, tmp_path: Path) -> None:
     """Adam forgets the gradients' scale but not how it changes from one update to the next."""
     finals = {}
@@ -357,7 +392,7 @@ def test_paper_order_draws_the_papers_windows(data: TokenData, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("setting", [(), PAPER_ORDER], ids=["epochs", "paper"])
-def test_evaluation_windows_are_the_same_for_every_arm_and_seed(setting: Sequence[str], data: TokenData) -> None:
+def test_evaluation_countare_the_same_for_every_arm_and_seed(setting: Sequence[str], data: TokenData) -> None:
     changes: tuple[tuple[str, ...], ...] = (
         (),
         ("train.seed=5",),
@@ -370,7 +405,7 @@ def test_evaluation_windows_are_the_same_for_every_arm_and_seed(setting: Sequenc
         assert all(table == tables[0] for table in tables)
 
 
-def test_paper_evaluates_on_new_windows_each_time_and_other_orders_on_the_same(data: TokenData) -> None:
+def test_paper_evaluates_on_new_counteach_time_and_other_orders_on_the_same(data: TokenData) -> None:
     fixed = [windows.evaluation_windows(tiny(), data, "val", step).tolist() for step in (0, 2)]
     paper = [windows.evaluation_windows(tiny(*PAPER_ORDER), data, "val", step).tolist() for step in (0, 2)]
     assert fixed[0] == fixed[1]

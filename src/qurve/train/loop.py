@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -277,7 +279,8 @@ def evaluate_loss(
     starts, context = evaluation_windows(config, data, split, step), config.model.context
     size = config.train.micro_batch or config.sequences
     parts = [starts[begin : begin + size] for begin in range(0, len(starts), size)]
-    total, usage = 0.0, dict[int, Tensor]()
+    # Summed on the device, in float64: to ask for each part's loss would have a GPU wait for the next part's launch.
+    total, usage = torch.zeros((), dtype=torch.float64, device=config.train.device), dict[int, Tensor]()
     model.eval()
     try:
         for place in range(world.rank, -(-len(parts) // world.size) * world.size, world.size):
@@ -286,14 +289,14 @@ def evaluate_loss(
             # Weights that are sharded are gathered by all processes together: those without a part left go along.
             part = parts[min(place, len(parts) - 1)]
             with autocast(config):
-                loss = loss_of(*batch(config, data.split(split), part, split)).item()
+                loss = loss_of(*batch(config, data.split(split), part, split))
             is_mine = place < len(parts)
-            total += loss * (counted(config, part, split) / context) * is_mine
+            total += loss.double() * (counted(config, part, split) / context) * is_mine
             for layer, usage_N in model.expert_usage.items():  # of all tokens, whichever the loss is on
                 usage[layer] = usage.get(layer, 0) + usage_N.double() * (len(part) / len(starts) * is_mine)
     finally:
         model.train()
-    summed = world.total(torch.tensor(total, dtype=torch.float64, device=config.train.device)).item()
+    summed = world.total(total).item()
     targets = counted(config, starts, split)
     found: dict[str, Any] = {"loss": summed / (targets / context), "tokens": targets}
     if usage:
@@ -318,6 +321,7 @@ def prepare_loss(training: Training, example: Batch) -> LossFunction:
 
     progress.note("compiling …")
     started = time.perf_counter()
+    _forget_graphs_of_others(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)))
     # Static shapes: which graph runs then never depends on what was compiled before in this process.
     compiled: LossFunction = torch.compile(loss_module, dynamic=False)
     outcome: dict[str, object] = {"compiled": True}
@@ -336,6 +340,16 @@ def prepare_loss(training: Training, example: Batch) -> LossFunction:
         seconds = round(time.perf_counter() - started, 3)
         training.run.add_to_environment({**outcome, "compile_seconds": seconds})
     return compiled
+
+
+@functools.lru_cache(maxsize=1)
+def _forget_graphs_of_others(config: RunConfig) -> None:
+    """Drop what this process compiled for another configuration; the next seed of the same one compiles nothing.
+
+    torch compiles a function at most eight times in a process, and then runs it eager with no more than a warning. An
+    arm takes two or three, for training, for evaluation and for its last part: the fourth of a study would go eager.
+    """
+    torch.compiler.reset()
 
 
 def in_words(error: BaseException, run: RunFolder, world: World) -> BaseException:

@@ -68,7 +68,13 @@ def batch(config: RunConfig, split: TokenSplit, starts: Starts, stream: str) -> 
             "the data is damaged; prepare it again"
         )
     prepared = config.train.objective.prepare(inputs, targets, config.model, partial(_draw, stream, starts))
-    return tuple(torch.from_numpy(array).to(config.train.device) for array in prepared)
+    return tuple(_moved(torch.from_numpy(array), config.train.device) for array in prepared)
+
+
+def _moved(tensor: Tensor, device: str) -> Tensor:
+    """On `device`. To a GPU from pinned memory: from any other a copy first waits for all that the GPU has to do yet,
+    and then the GPU for the next launch."""
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def training_stream(config: RunConfig, step: int) -> str:
