@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -70,12 +71,12 @@ def _race(options: argparse.Namespace, folder: Path) -> None:
 
     _same_tokens(run, _write(options.text, CHECKED_MEGABYTES, folder / "small.jsonl")[0], folder)
     text, counts = _write(options.text, options.megabytes, folder / "text.jsonl")
-    memory = {side: {"once": run(side, text, watch=True)["peak"]} for side in SIDES}
+    memory = {side: {"once": run(side, text, watch=True)["memory"]} for side in SIDES}
     runs = take_turns({side: partial(run, side, text) for side in SIDES}, options.rounds)
     text.unlink()
     large, large_counts = _write(options.text, LARGE * options.megabytes, folder / "large.jsonl")
     large_run = run("qurve", large, watch=True)
-    memory["qurve"]["large"] = large_run["peak"]
+    memory["qurve"]["large"] = large_run["memory"]
 
     loading = {side: [one["seconds"] for one in of] for side, of in runs.items()}
     seconds = {side: [one["seconds"] - one.get("loading", 0.0) for one in of] for side, of in runs.items()}
@@ -86,7 +87,7 @@ def _race(options: argparse.Namespace, folder: Path) -> None:
     speeds = {side: [counts["bytes"] / one / 1e6 for one in of] for side, of in seconds.items()}
     print("                          median     low    high   peak MB   with mapped files")
     for side, of in speeds.items():
-        at, peak = spread(of), memory[side]["once"]
+        at, peak = spread(of), memory[side]["once"]["peak"]
         print(
             f"{side + ', MB/s':>22}  {at['median']:8.2f}{at['low']:8.2f}{at['high']:8.2f}"
             f"  {peak['own'] / 1e6:8.0f}  {peak['mapped'] / 1e6:18.0f}"
@@ -94,7 +95,7 @@ def _race(options: argparse.Namespace, folder: Path) -> None:
     for name, of in found.items():
         at = spread(of)
         print(f"{name:>22}  {at['median']:8.3f}{at['low']:8.3f}{at['high']:8.3f}")
-    peak = memory["qurve"]["large"]
+    peak, once = memory["qurve"]["large"]["peak"], memory["qurve"]["once"]["peak"]
     print(
         f"{large_counts['bytes'] / 1e6:.0f} MB of text: {large_counts['bytes'] / large_run['seconds'] / 1e6:.2f} MB/s, "
         f"peak {peak['own'] / 1e6:.0f} MB ({peak['mapped'] / 1e6:.0f} with mapped files)"
@@ -110,8 +111,8 @@ def _race(options: argparse.Namespace, folder: Path) -> None:
                 "workers": options.workers,
                 **{name: spread(of) for name, of in found.items()},
                 "megabytes_per_s": {side: spread(of) for side, of in speeds.items()},
-                "memory_growth": peak["own"] / memory["qurve"]["once"]["own"],
-                "peak_bytes": memory,
+                "memory_growth": peak["own"] / once["own"],
+                "memory": memory,
                 "text": counts,
                 "large": {**large_counts, "seconds": large_run["seconds"]},
                 "rounds": found,
@@ -137,6 +138,7 @@ def _theirs(text: Path, folder: Path, workers: int) -> dict[str, float]:
     from qurve.data import tokenizers
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
     encoding = tokenizers.ready_made("gpt2")._encoding  # tiktoken's own object, made without a network
     tiktoken.registry.ENCODINGS["gpt2"] = encoding  # as if tiktoken had fetched it: its processes take it by name
 
@@ -168,20 +170,29 @@ SIDES = {"qurve": _ours, "nanogpt": _theirs}
 
 
 def _run(command: list[Any], folder: Path, watch: bool) -> dict[str, Any]:
-    """What one run of a side says of itself, in an empty folder; `peak` too, if it is watched."""
+    """What one run of a side says of itself, in an empty folder; `memory` too, if it is watched."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder.parent / "hub")}
     with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=offline) as process:
-        peak = {"own": 0, "mapped": 0}
+        samples = []
         while watch and process.poll() is None:
-            now = _memory(process.pid)
-            peak = {name: max(peak[name], now[name]) for name in peak}
+            samples.append(_memory(process.pid))
             time.sleep(0.05)
         said, _ = process.communicate()
     if process.returncode:
         raise SystemExit(f"the run failed: {' '.join(map(str, command[2:4]))}")
-    return {**json.loads(said.splitlines()[-1]), **({"peak": peak} if watch else {})}
+    return {**json.loads(said.splitlines()[-1]), **({"memory": _over_time(samples)} if watch else {})}
+
+
+def _over_time(samples: list[dict[str, int]]) -> dict[str, Any]:
+    """The largest of each, and the median of `own` in each tenth of the time."""
+    own = [one["own"] for one in samples]
+    tenths = [own[len(own) * at // 10 : len(own) * (at + 1) // 10] for at in range(10)]
+    return {
+        "peak": {name: max(one[name] for one in samples) for name in samples[0]},
+        "own_by_tenth": [int(statistics.median(of)) for of in tenths if of],
+    }
 
 
 def _memory(process: int) -> dict[str, int]:
