@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import nanogpt
 import torch
 from torch import Tensor
 
-from qurve.convert import load_checkpoint
 from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck, Linear
@@ -34,7 +31,6 @@ from qurve.train.optim import build_optimizer
 from qurve.train.runtime import autocast, available_cores, compiler, machine_settings, resolve_precision
 
 Step = Callable[[], float]
-TOLERANCE = 1e-5
 
 
 def main() -> None:
@@ -67,8 +63,8 @@ def main() -> None:
     ids = torch.randint(0, min(options.vocab, 50257), (options.batch, options.context + 1), generator=generator)
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    peer = _import_peer(options.peer) if options.peer else None
-    checked = _same_loss(peer, model, batch) if peer else None
+    peer = nanogpt.load(options.peer) if options.peer else None
+    checked = nanogpt.same_loss(peer, model, batch) if peer else None
     with machine_settings(RunConfig(model, train=training)):
         sides = {
             "linear": _ours(dataclasses.replace(model, query=Linear()), training, batch, options.eager),
@@ -147,8 +143,8 @@ def _ours(model_config: ModelConfig, training: TrainConfig, batch: tuple[Tensor,
 
 
 def _theirs(peer: ModuleType, config: ModelConfig, batch: tuple[Tensor, Tensor], eager: bool) -> Step:
-    model = _peer_model(peer, config)
-    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cpu")
+    model = nanogpt.build(peer, config)
+    optimizer = nanogpt.optimizer(model, "cpu")
     forward = model if eager else torch.compile(model)
 
     def step() -> float:
@@ -160,50 +156,6 @@ def _theirs(peer: ModuleType, config: ModelConfig, batch: tuple[Tensor, Tensor],
         return loss.item()
 
     return step
-
-
-def _same_loss(peer: ModuleType, config: ModelConfig, batch: tuple[Tensor, Tensor]) -> float:
-    """The difference of the two models' losses, given equal weights, in float32. Too large a one ends the benchmark."""
-    theirs = _peer_model(peer, config)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save({"model": theirs.state_dict(), "model_args": _peer_arguments(config)}, f"{folder}/ckpt.pt")
-        ours = load_checkpoint(f"{folder}/ckpt.pt")
-    with torch.no_grad():
-        difference = abs(theirs(*batch)[1].item() - ours.loss(*batch).item())
-    if difference > TOLERANCE:
-        raise SystemExit(f"the two models do not compute the same: their losses differ by {difference}")
-    return difference
-
-
-def _peer_arguments(config: ModelConfig) -> dict[str, object]:
-    return {
-        "block_size": config.context,
-        "vocab_size": config.vocab_size,
-        "n_layer": config.n_layers,
-        "n_head": config.n_heads,
-        "n_embd": config.d_model,
-        "dropout": 0.0,
-        "bias": False,
-    }
-
-
-def _peer_model(peer: ModuleType, config: ModelConfig) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model: torch.nn.Module = peer.GPT(peer.GPTConfig(**_peer_arguments(config)))
-    return model
-
-
-def _import_peer(checkout: Path) -> ModuleType:
-    file = checkout / "model.py"
-    if not file.is_file():
-        raise SystemExit(f"{checkout} is no checkout of nanoGPT: it has no model.py")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _spread(values: list[float], form: str) -> str:
