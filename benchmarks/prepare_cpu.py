@@ -107,7 +107,7 @@ def _race(options: argparse.Namespace, folder: Path) -> None:
                 "benchmark": "prepare_cpu",
                 "command": f"python benchmarks/prepare_cpu.py{text_option} --megabytes {options.megabytes:g} "
                 f"--rounds {options.rounds} --workers {options.workers}",
-                **machine("cpu"),
+                "machine": machine("cpu"),
                 "workers": options.workers,
                 **{name: spread(of) for name, of in found.items()},
                 "megabytes_per_s": {side: spread(of) for side, of in speeds.items()},
