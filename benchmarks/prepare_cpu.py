@@ -69,12 +69,12 @@ def _race(options: argparse.Namespace, folder: Path) -> None:
 
     from measuring import machine, ratios, spread, take_turns  # here, since the sides' processes shall not load torch
 
-    _same_tokens(run, _write(options.text, CHECKED_MEGABYTES, folder / "small.jsonl")[0], folder)
-    text, counts = _write(options.text, options.megabytes, folder / "text.jsonl")
+    _same_tokens(run, write_text(options.text, CHECKED_MEGABYTES, folder / "small.jsonl")[0], folder)
+    text, counts = write_text(options.text, options.megabytes, folder / "text.jsonl")
     memory = {side: {"once": run(side, text, watch=True)["memory"]} for side in SIDES}
     runs = take_turns({side: partial(run, side, text) for side in SIDES}, options.rounds)
     text.unlink()
-    large, large_counts = _write(options.text, LARGE * options.megabytes, folder / "large.jsonl")
+    large, large_counts = write_text(options.text, LARGE * options.megabytes, folder / "large.jsonl")
     large_run = run("qurve", large, watch=True)
     memory["qurve"]["large"] = large_run["memory"]
 
@@ -217,7 +217,7 @@ def _memory(process: int) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------------------ the text
 
 
-def _write(given: list[Path] | None, megabytes: float, into: Path) -> tuple[Path, dict[str, int]]:
+def write_text(given: list[Path] | None, megabytes: float, into: Path) -> tuple[Path, dict[str, int]]:
     """A file of so many megabytes of text, one document a line, the given ones repeated as often as it takes."""
     size = documents = 0
     with open(into, "w", encoding="utf-8") as file:
