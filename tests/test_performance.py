@@ -95,6 +95,35 @@ def test_growth_names_the_largest_step(tmp_path: Path) -> None:
     assert "| T = 4, eager | 10 (10 to 10) | 1.000 (0.900 to 1.100) | 2.000 |" in text
 
 
+def test_decoding_holds_each_ratio_against_its_own_target(tmp_path: Path) -> None:
+    evidence = {
+        "shape": dict.fromkeys(("n_layer", "n_embd", "n_head", "vocab_size", "prompt", "new", "rounds"), 1),
+        "rounds": {
+            "ratios": {
+                "linear eager float32 1 against nanogpt, step": [16.0],
+                "linear eager bf16 1 against nanogpt, step": [16.0],
+                "linear eager bf16 8 against hugging-face, step": [1.4, 1.4],
+                "linear eager bf16 8 against hugging-face, prompt": [1.0, 1.0],
+                "time of nonlinear eager bf16 8 to linear": [1.04, 1.04],
+            }
+        },
+        "bandwidth_share": {"linear eager bf16 1": 0.69},
+        "seconds": {"linear eager bf16 8": {"step": 0.1, "prompt": 0.5}},
+        "setup_seconds": {"linear eager bf16 8": {"prepare": 1.0, "first_tokens": 2.0}},
+        **{"threads": 2, "bandwidth_bytes_per_s": 28e9, "machine": "C", "torch": "9.9"},
+    }
+    (tmp_path / "decode-cpu.json").write_text(json.dumps(evidence))
+    text = performance.page(tmp_path)
+    assert "*`results/decode-cpu.json`: C; torch 9.9.*" in text
+    assert "float32 1 against nanogpt, step | 16.00 | at least 15 | reached |" in text
+    assert "bf16 1 against nanogpt, step | 16.00 | at least 20 | **missed** |" in text
+    assert "bf16 8 against hugging-face, step | 1.40 (1.40 to 1.40) | at least 1.3 | reached |" in text
+    assert "bf16 8 against hugging-face, prompt | 1.00 (1.00 to 1.00) |  |  |" in text
+    assert "to linear | 1.04 (1.04 to 1.04) | at most 1.03 | **missed** |" in text
+    assert "share of the bandwidth, linear eager bf16 1 | 0.69 | at least 0.7 | **missed** |" in text
+    assert "| linear eager bf16 8 | 80.0 | 500 | 3.0 s |" in text
+
+
 def test_a_rehearsal_is_no_evidence_of_a_gpu(tmp_path: Path) -> None:
     evidence = {"machine": {"torch": "9.9", "gpu": "G"}, "rehearsal": False, "rows": []}
     evidence["summary"] = {"train 124M": {"MFU": 0.4, "nonlinear / linear": spread(0.99)}}

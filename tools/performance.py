@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +68,8 @@ def _section(section: Section, results: Path) -> Iterator[str]:
 
 
 def _source(file: Path, evidence: Evidence) -> str:
-    machine = evidence.get("machine", evidence)
+    machine = evidence.get("machine", {})
+    machine = {"torch": evidence.get("torch"), **(machine if isinstance(machine, dict) else {"cpu": machine})}
     named = [machine.get("gpu") or machine.get("cpu"), f"torch {machine['torch']}"]
     if machine.get("cores") and not machine.get("gpu"):
         named.insert(1, f"{machine['cores']} cores")
@@ -89,6 +91,8 @@ def figure(value: Any, form: str = ".3f") -> str:
     """A number, or a median with its quartiles (`{median, low, high}`, or the rounds themselves)."""
     if value is None:
         return "not measured"
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
     if isinstance(value, list):
         low, _, high = statistics.quantiles(value, n=4, method="inclusive")
         value = {"median": statistics.median(value), "low": low, "high": high}
@@ -198,16 +202,56 @@ def _base_flops(evidence: Evidence) -> float:
     return next(float(row["flops"]) for row in evidence["rows"] if row["size"] == evidence["base"][row["axis"]])
 
 
+DECODING_TARGETS = {
+    r".* float32 1 against nanogpt, step": ("at least", 15),
+    r".* bf16 1 against nanogpt, step": ("at least", 20),
+    r".* 1 against hugging-face, step": ("at least", 1.6),
+    r".* 8 against hugging-face, step": ("at least", 1.3),
+    r"time of nonlinear .* to linear": ("at most", 1.03),
+    r"share of the bandwidth, .* 1": ("at least", 0.7),
+}
+
+
+def decoding(evidence: Evidence) -> Iterator[str]:
+    """Names end in dtype and batch: `linear compiled bf16 1 against nanogpt, step`."""
+    shape = evidence["shape"]
+    yield (
+        f"L{shape['n_layer']} D{shape['n_embd']} H{shape['n_head']} V{shape['vocab_size']}; a prompt of "
+        f"{shape['prompt']}, then {shape['new']} new tokens; {evidence['threads']} threads; rounds: {shape['rounds']}. "
+        "`step` is a new token of every sequence, `prompt` the reading of the prompt; the last number is the batch."
+    )
+    shares = {f"share of the bandwidth, {name}": of for name, of in evidence["bandwidth_share"].items()}
+    rows = []
+    for name, value in {**evidence["rounds"]["ratios"], **shares}.items():
+        stated = [bound for pattern, bound in DECODING_TARGETS.items() if re.fullmatch(pattern, name)]
+        rows += [Target(name, bound, how == "at most").row(value) for how, bound in stated]
+        rows += [] if stated else [[name, figure(value, ".2f"), "", ""]]
+    yield targets(rows)
+    yield table(
+        ["", "new tokens/s", "prompt, ms", "set-up, compilation included"],
+        [
+            [
+                name,
+                figure(int(name.split()[-1]) / of["step"], ",.1f"),
+                figure(1e3 * of["prompt"], ",.0f") if "prompt" in of else "",
+                figure(sum(evidence["setup_seconds"][name].values()), ".1f") + " s"
+                if name in evidence["setup_seconds"]
+                else "",
+            ]
+            for name, of in evidence["seconds"].items()
+        ],
+    )
+    yield f"The memory reads {evidence['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, measured in the same rounds."
+
+
 def all_ratios(evidence: Evidence) -> Iterator[str]:
     """Every figure whose name speaks of a ratio, wherever it stands."""
 
     def found(tree: Any, path: str) -> Iterator[list[str]]:
-        if not isinstance(tree, dict):
-            return
-        for name, value in tree.items():
+        for name, value in tree.items() if isinstance(tree, dict) else ():
             here = f"{path}, {name}" if path else name
-            is_number = isinstance(value, (int, float)) or (isinstance(value, dict) and "median" in value)
-            if "ratio" in name and is_number:
+            is_figure = isinstance(value, (int, float)) or (isinstance(value, dict) and "median" in value)
+            if "ratio" in name and is_figure:
                 yield [here.replace("_", " "), figure(value, ".2f")]
             elif name != "rounds":
                 yield from found(value, here)
@@ -334,7 +378,7 @@ SECTIONS = (
     Section(
         "Decoding",
         "Reading the prompt and writing new tokens, told apart, with the same weights on both sides.",
-        (("decode-cpu", all_ratios),),
+        (("decode-cpu*", decoding),),
     ),
     Section("Kernel", "The query head as one Triton kernel, against the plain forward.", (("kernel*", all_ratios),)),
     Section("GPU", "One script measures everything that is claimed of a GPU.", (("gpu-*", gpu),)),
