@@ -124,6 +124,17 @@ def test_decoding_holds_each_ratio_against_its_own_target(tmp_path: Path) -> Non
     assert "| linear eager bf16 8 | 80.0 | 500 | 3.0 s |" in text
 
 
+def test_without_a_gpu_the_kernel_is_said_not_to_be_timed(tmp_path: Path) -> None:
+    timed = {"reference": {"us": spread(10), "to_reference": spread(1.0)}}
+    row = {"rows": 4, "d": 8, "r": 2, "dtype": "bfloat16", "first_call_seconds": {"reference": 0.5}}
+    evidence = {"machine": {"torch": "9.9", "cpu": "C"}, "device": "cpu"}
+    evidence["rows"] = [{**row, "forward": timed, "forward_backward": timed}]
+    (tmp_path / "kernel-cpu.json").write_text(json.dumps(evidence))
+    text = performance.page(tmp_path)
+    assert "the Triton kernel is not timed" in text
+    assert "| 4, 8, 2, bfloat16 | reference | 10; 1.00 (0.90 to 1.10) | 10; 1.00 (0.90 to 1.10) | 0.50 s |" in text
+
+
 def test_a_rehearsal_is_no_evidence_of_a_gpu(tmp_path: Path) -> None:
     evidence = {"machine": {"torch": "9.9", "gpu": "G"}, "rehearsal": False, "rows": []}
     evidence["summary"] = {"train 124M": {"MFU": 0.4, "nonlinear / linear": spread(0.99)}}
