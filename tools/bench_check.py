@@ -69,20 +69,27 @@ def report(committed: dict[str, float], measured: dict[str, float]) -> list[str]
 
 def measure(peer: Path | None) -> dict[str, float]:
     """The ratios by name, the higher the better."""
-    trained = _benchmark("train_cpu", "--rounds", "5", "--steps", "2", *(["--peer", peer] if peer else []))
+    trained = _benchmark("train_cpu", "--rounds", "7", "--steps", "2", *(["--peer", peer] if peer else []))
     found = {"training: nonlinear / linear": trained["ratio_nonlinear_to_linear"]}
     if peer:
         found["training: linear / nanoGPT"] = trained["ratio_to_nanogpt"]
+    rate = trained["tokens_per_s"]["linear"]
+    loaded = _benchmark("loader_cpu", "--rounds", "3", "--megabytes", "64", "--rate", rate)
+    found["loader / training"] = loaded["ratio_to_training"]
+    say("prepare, fused stems and decoding")
+    found["prepare / plain tiktoken loop"] = prepared()
+    found["fused / unfused stems"] = fused()
     if importlib.util.find_spec("qurve.generate"):
         found["decoding: nonlinear / linear"] = decoded()
-    found["fused / unfused stems"] = fused()
-    found["prepare / plain tiktoken loop"] = prepared()
-    loaded = _benchmark("loader_cpu", "--rounds", "3", "--megabytes", "64", "--rate", trained["tokens_per_s"]["linear"])
-    found["loader / training"] = loaded["ratio_to_training"]
     return found
 
 
+def say(what: str) -> None:
+    print(f"measuring: {what}", file=sys.stderr, flush=True)
+
+
 def _benchmark(name: str, *arguments: Any) -> dict[str, Any]:
+    say(f"benchmarks/{name}.py")
     command = [sys.executable, f"benchmarks/{name}.py", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
