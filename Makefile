@@ -1,6 +1,7 @@
 # From a fresh clone: `make compare`, then `make test`. `make help` lists every target.
 #
 #   PYTHON   the Python (3.11 or newer) that .venv is made with; `make PYTHON=python3.12 test`
+#   PEER     a checkout of nanoGPT, which `make bench-check` then races too
 #   ARGS     passed on to `qurve compare`, to the torture or to pytest; `make test ARGS="-k order"`
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ INSTALL = @command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) is not there: 
 	"$(PYTHON)" tools/install.py
 
 .DEFAULT_GOAL := help
-.PHONY: compare test test-all torture lint clean help
+.PHONY: compare test test-all torture bench-check lint clean help
 
 # Tests run on one thread each, two at a time, and may not look anything up on a hub.
 test test-all torture: export OMP_NUM_THREADS = 1
@@ -35,6 +36,10 @@ torture: ## 300 SIGKILLs to trainings, then equality with an undisturbed one (fi
 	@mkdir -p runs
 	@.venv/bin/python tests/torture.py --out runs/torture --json runs/torture.json $(ARGS)
 
+bench-check: ## has anything become slower? a few ratios against the committed ones, in five minutes
+	$(INSTALL) requirements.lock
+	@.venv/bin/python tools/bench_check.py $(if $(PEER),--peer "$(PEER)") $(ARGS)
+
 lint: ## ruff, mypy and the layers alone
 	$(INSTALL) requirements-dev.lock
 	@$(IN_VENV) ruff check --quiet .
@@ -47,4 +52,4 @@ clean: ## remove .venv and everything built or cached; runs/ and data/ stay
 	find src tests tools benchmarks experiments -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile

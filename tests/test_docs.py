@@ -23,8 +23,9 @@ def test_the_guides_numbers_are_the_evidences() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_zoos_page_is_its_evidences() -> None:
-    checked = subprocess.run([sys.executable, "tools/zoo.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("tool", ["zoo", "performance"])
+def test_a_generated_page_is_its_evidences(tool: str) -> None:
+    checked = subprocess.run([sys.executable, f"tools/{tool}.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
 
 

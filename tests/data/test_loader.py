@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qurve.data import loader
 from qurve.data.loader import TokenData, TokenSplit
 from qurve.errors import BadInput
 
@@ -38,6 +41,37 @@ def test_windows_cross_shards(lengths: list[int], context: int, data: st.DataObj
     for bad in (-1, last + 1):
         with pytest.raises(BadInput, match=f"{len(tokens)} tokens"):
             split.windows(np.array([bad]), context)
+
+
+class Recorded(mmap.mmap):
+    asked: ClassVar[list[tuple[int, int]]] = []
+
+    def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+        assert option == mmap.MADV_WILLNEED
+        self.asked.append((start, start + length))
+        super().madvise(option, start, length)
+
+
+def test_the_pages_of_all_windows_are_asked_for_and_no_more(tmp_path: Path) -> None:
+    tokens = np.arange(20_000, dtype="<u2")
+    tokens.tofile(tmp_path / "tokens")
+    with open(tmp_path / "tokens", "rb") as file:
+        mapped = Recorded(file.fileno(), 0, access=mmap.ACCESS_READ)
+    split = TokenSplit("train", [np.ndarray(20_000, "<u2", mapped), tokens])  # the second one is in memory
+    Recorded.asked.clear()
+    inputs, _ = split.windows(np.array([5_000, 19_990]), 20)
+    np.testing.assert_array_equal(inputs[1], [*range(19_990, 20_000), *range(10)])
+    pages = mmap.PAGESIZE
+    assert Recorded.asked == [(10_000 // pages * pages, 10_042), (39_980 // pages * pages, 40_000)]
+
+
+def test_prepared_and_nanogpts_files_are_mapped(nanogpt: Path, tmp_path: Path) -> None:
+    """Or nothing would be read ahead."""
+    shards = TokenData.open(nanogpt).split("train")._shards
+    assert all(isinstance(shard.base, mmap.mmap) for shard in shards)
+    np.arange(5, dtype="<u2").tofile(tmp_path / "train-00000.bin")
+    shard = loader._open_shard(tmp_path, {"name": "train-00000.bin", "tokens": 5}, np.dtype("<u2"))
+    assert isinstance(shard.base, mmap.mmap)
 
 
 @pytest.fixture

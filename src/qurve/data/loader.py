@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +63,25 @@ class TokenSplit:
                 f"the {self.name} split has {len(self)} tokens, from 0"
             )
         tokens_NT = np.empty((len(starts_N), context + 1), dtype=np.int64)
+        for start in starts_N.tolist():  # all of them, before the first is waited for
+            for shard, begin, end in self._parts(start, context + 1):
+                _read_ahead(shard, begin, end)
         for row_T, start in zip(tokens_NT, starts_N.tolist(), strict=True):
-            self._copy(start, row_T)
+            filled = 0
+            for shard, begin, end in self._parts(start, context + 1):
+                row_T[filled : filled + end - begin] = shard[begin:end]
+                filled += end - begin
         return tokens_NT[:, :-1].copy(), tokens_NT[:, 1:].copy()
 
-    def _copy(self, start: int, into: Int64s) -> None:
-        shard = int(np.searchsorted(self._ends, start, side="right"))
-        start -= int(self._ends[shard]) - len(self._shards[shard])
-        filled = 0
-        while filled < len(into):
-            part = self._shards[shard][start : start + len(into) - filled]
-            into[filled : filled + len(part)] = part
-            filled, shard, start = filled + len(part), shard + 1, 0
+    def _parts(self, start: int, length: int) -> Iterator[tuple[Shard, int, int]]:
+        """Where a run of tokens lies: shards, each with the first place in it and the one after the last."""
+        at = int(np.searchsorted(self._ends, start, side="right"))
+        begin = start - int(self._ends[at]) + len(self._shards[at])
+        while length:
+            shard = self._shards[at]
+            end = min(begin + length, len(shard))
+            yield shard, begin, end
+            length, begin, at = length - (end - begin), 0, at + 1
 
 
 class TokenData:
@@ -200,6 +209,14 @@ def _open_shard(folder: Path, shard: dict[str, Any], dtype: np.dtype[Any]) -> Sh
         state = "is missing" if found is None else f"has {found} bytes"
         raise BadInput(f"{file} {state}; {expected} are expected ({tokens} tokens); copy or prepare the data again")
     return np.memmap(file, dtype=dtype, mode="r")
+
+
+def _read_ahead(shard: Shard, begin: int, end: int) -> None:
+    """Have the system fetch these tokens. Left to itself it waits at each page, and fetches far more than is asked."""
+    mapped: object = shard.base
+    if isinstance(mapped, mmap.mmap):
+        at = begin * shard.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_WILLNEED, at, end * shard.itemsize - at)
 
 
 def _sample(files: list[Path]) -> tuple[str, int]:

@@ -368,14 +368,15 @@ class _Job:
         """Write each split's shards into `work`; returns the shards and the counts of each split."""
         documents = self.documents()
         ends = np.cumsum(documents[:, 0])
-        tokens = np.memmap(self._tokens, dtype=self.dtype, mode="r")
         counts = {
             name: {"documents": len(of), "tokens": int(documents[of, 0].sum()), "bytes": int(documents[of, 1].sum())}
             for name, of in splits.items()
         }
         shards = {}
-        total = sum(count["tokens"] for count in counts.values()) * self.dtype.itemsize
-        with Progress("writing", total, on=self.progress) as bar:
+        size = self.dtype.itemsize
+        total = sum(count["tokens"] for count in counts.values()) * size
+        # Read, not mapped: mapped pages stay with the process until memory is short.
+        with open(self._tokens, "rb") as tokens, Progress("writing", total, on=self.progress) as bar:
             done = 0
 
             def wrote(n_bytes: int) -> None:
@@ -385,8 +386,9 @@ class _Job:
 
             for name, of in splits.items():
                 with _ShardWriter(self.work, name, self.dtype, wrote) as writer:
-                    for end, length in zip(ends[of].tolist(), documents[of, 0].tolist(), strict=True):
-                        writer.add(tokens[end - length : end])
+                    for end, length in zip(ends[of], documents[of, 0], strict=True):
+                        tokens.seek(size * (end - length))
+                        writer.add(np.frombuffer(tokens.read(size * length), dtype=self.dtype))
                 shards[name] = writer.shards
         return shards, counts
 
