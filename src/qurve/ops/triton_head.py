@@ -115,12 +115,13 @@ def _head(
     rows, (d_out, rank), d_in = len(s_NR), w2_OR.shape, x_ND.shape[1]
     sizes = blocks(d_in, d_out, w2_OR.dtype)
     if rows:
-        forward_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]),)](
-            *(s_NR, x_ND, w2_OR, b1_R, b2_O, gain_O, offset_O, anchor_NO, out_NO, _or_none(y_NO)),
-            *(rows, s_NR.stride(0), x_ND.stride(0), anchor_stride, eps, scale),
-            *(d_in, rank, d_out, activation, pre_norm, post_norm),
-            **sizes,
-        )
+        with torch.cuda.device(s_NR.get_device()):  # Triton launches on the current one
+            forward_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]),)](
+                *(s_NR, x_ND, w2_OR, b1_R, b2_O, gain_O, offset_O, anchor_NO, out_NO, _or_none(y_NO)),
+                *(rows, s_NR.stride(0), x_ND.stride(0), anchor_stride, eps, scale),
+                *(d_in, rank, d_out, activation, pre_norm, post_norm),
+                **sizes,
+            )
     return out_NO, y_NO
 
 
@@ -169,13 +170,14 @@ def _head_backward(
     rows, (d_out, rank), d_in = len(s_NR), w2_OR.shape, x_ND.shape[1]
     sizes = blocks(d_in, d_out, w2_OR.dtype)
     if rows:
-        backward_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]),)](
-            *(grad_NO, s_NR, x_ND, w2_OR, b1_R, gain_O, y_NO),
-            *map(_or_none, made),
-            *(rows, s_NR.stride(0), x_ND.stride(0), eps, scale),
-            *(d_in, rank, d_out, activation, pre_norm, post_norm, on_identity),
-            **sizes,
-        )
+        with torch.cuda.device(s_NR.get_device()):  # Triton launches on the current one
+            backward_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]),)](
+                *(grad_NO, s_NR, x_ND, w2_OR, b1_R, gain_O, y_NO),
+                *map(_or_none, made),
+                *(rows, s_NR.stride(0), x_ND.stride(0), eps, scale),
+                *(d_in, rank, d_out, activation, pre_norm, post_norm, on_identity),
+                **sizes,
+            )
     return made
 
 
