@@ -22,8 +22,8 @@ Impl = Literal["auto", "reference", "compiled", "triton"]
 FASTEST: dict[str, tuple[Way, ...]] = {"cpu": ("reference",), "cuda": ("reference",)}
 """What `auto` takes by device, outside a compiled model: the first that covers the projection; else `reference`.
 
-CPU: `results/kernel-cpu.json`; compiling pays off only after many calls of one shape, and nobody has promised those.
-CUDA: no GPU has measured the kernel yet (`benchmarks/kernel.py` does), so that the plain head stays."""
+Whatever stands before `reference` here has a measurement of `benchmarks/kernel.py` behind it. CPU: compiling the head
+alone pays only after many calls of one shape, and nobody has promised those. CUDA: no GPU has measured the kernel."""
 
 WIDEST = 1024
 """The largest output width of the kernel: a program's rows have to fit into the registers of one multiprocessor."""
