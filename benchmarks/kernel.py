@@ -129,7 +129,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         print("There is no GPU here: the kernel is not timed, and only the CPU's ways are.")
-    head = {"benchmark": "kernel", "command": "python benchmarks/kernel.py", "rounds": options.rounds}
+    head = {"benchmark": "kernel", "command": f"python benchmarks/kernel.py --rounds {options.rounds}"}
     results = Results(options.out, {**head, "device": device, "machine": machine(device)})
     print("   rows     D     R     dtype         way   forward us  (to plain)   with backward us  (to plain)   first s")
     began = time.perf_counter()
