@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 
-# Before anything imports torch or a hub's client: both read these once.
+# Before anything imports torch, Triton or a hub's client: they read these once.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")  # on a machine with a GPU, 0 tests the kernels on it
 for _switch in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ[_switch] = "1"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import runpy
 import shutil
 import socket
 import subprocess
@@ -84,12 +85,13 @@ LIGHT = [
     "qurve.data.order",
     "qurve.errors",
     "qurve.model.config",
+    "qurve.ops.heads",
     "qurve.presets",
     "qurve.projections",
     "qurve.runfolder",
     "qurve.zoo",
 ]
-HEAVY = ["torch", "scipy", "matplotlib", "tiktoken", "pandas", "pyarrow", "datasets"]
+HEAVY = ["torch", "triton", "scipy", "matplotlib", "tiktoken", "pandas", "pyarrow", "datasets"]
 
 
 @pytest.mark.parametrize("module", LIGHT)
@@ -269,6 +271,18 @@ def test_failed_installation_is_taken_up_again(clone: Path, step: str) -> None:
     assert asked(clone) == ["-r requirements.lock", PACKAGE]
     install(clone, "requirements-dev.lock")
     assert asked(clone) == ["-r requirements-dev.lock", PACKAGE]
+
+
+def test_triton_is_added_for_development_where_it_is_missing(clone: Path) -> None:
+    """Without its dependencies, and never for the runtime: torch's builds for CUDA pin their own."""
+    installer = runpy.run_path(str(ROOT / "tools" / "install.py"))
+    missing = f"-c {installer['FIND_TRITON']}"
+    install(clone, "requirements.lock", FAIL_ON=missing)
+    assert asked(clone) == ["-r requirements.lock", PACKAGE]
+    install(clone, "requirements-dev.lock", FAIL_ON=missing)
+    assert asked(clone) == ["-r requirements-dev.lock", PACKAGE, f"--no-deps {installer['TRITON']}"]
+    install(clone, "requirements-dev.lock", FAIL_ON=missing)
+    assert asked(clone) == []
 
 
 def test_environment_of_another_python_is_named(clone: Path) -> None:

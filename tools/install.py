@@ -18,6 +18,8 @@ import sys
 
 VENV_PYTHON = os.path.join(".venv", "bin", "python")
 RUNTIME, DEVELOPMENT = "requirements.lock", "requirements-dev.lock"
+TRITON = "triton==3.7.1"
+FIND_TRITON = "import importlib.util as u; raise SystemExit(u.find_spec('triton') is None)"
 
 
 def main(lock):
@@ -38,6 +40,8 @@ def main(lock):
     sys.stdout.flush()
     pip("-r", lock)
     pip("--no-build-isolation", "--no-deps", "--editable", ".")
+    if lock == DEVELOPMENT:
+        add_triton()
     for name in locks:
         with open(stamp_of(name), "w") as file:
             file.write(content_of(name))
@@ -77,6 +81,15 @@ def make_venv(found):
         file.write("%s %s" % (version, os.getcwd()))
 
 
+def add_triton():
+    """For the tests of the kernels, where torch has not brought its own (its builds for CUDA do) and there is one.
+
+    No lock file can hold it: beside a torch for CUDA another release than that torch's own may not work.
+    """
+    if sys.platform.startswith("linux") and subprocess.call([VENV_PYTHON, "-c", FIND_TRITON]) != 0:
+        pip("--no-deps", TRITON)
+
+
 def pip(*arguments):
     command = [VENV_PYTHON, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     run(command + list(arguments), "pip could not install %s; what it says stands above" % arguments[-1])
@@ -97,6 +110,8 @@ def content_of(lock):
     for name in (lock, "pyproject.toml"):
         with open(name, "rb") as file:
             digest.update(file.read())
+    if lock == DEVELOPMENT:
+        digest.update(TRITON.encode("ascii"))
     return digest.hexdigest()
 
 

@@ -148,6 +148,7 @@ def test_hash_sees_what_changes_the_numbers_and_nothing_else() -> None:
         "train.threads=2",
         "train.precision=bf16",
         "train.compile=true",
+        "train.head_impl=reference",
         "train.micro_batch=2",
         "train.schedule=wsd",
         "data.fingerprint=other",

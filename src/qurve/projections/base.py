@@ -59,6 +59,8 @@ class ProjectionConfig(Choice):
     also_reads: ClassVar[Literal["mlp_hidden", "block_input"] | None] = None
     """A second source, given after the input: hidden activations of the previous block's feed-forward `[B, T, F]` (to
     queries, keys and values), or the block's normalised input `[B, T, D]` (to the output projection)."""
+    heavy_head: ClassVar[bool] = False
+    """Whether the head is so much work that another way to run it (`qurve.ops.heads`) may be worth something."""
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -85,6 +87,14 @@ class ProjectionConfig(Choice):
 
     def head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
         """From the stem's output (and the input) to `[B, T, O]`: equal to `forward` for every input and gradient."""
+        raise NotImplementedError
+
+    def triton_refusal(self, dims: Dims) -> str | None:
+        """Why no Triton kernel can run a heavy head of these widths, or None."""
+        return f"there is no kernel for the kind {self.kind!r}"
+
+    def triton_head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
+        """`head` as one Triton kernel."""
         raise NotImplementedError
 
     def at_first(self) -> ProjectionConfig:

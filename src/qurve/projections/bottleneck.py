@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from qurve.ops.heads import WIDEST
 from qurve.projections import functional as F
 from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig
 from qurve.projections.functional import Activation, Norm
@@ -40,6 +41,8 @@ class Bottleneck(ProjectionConfig):
     anchor `weight [O, D]`; where the model carries biases also `b1 [R]`, `b2 [O]`, `pre_bias`, `post_bias` (layer norms
     alone) and the anchor's `bias [O]`.
     """
+
+    heavy_head: ClassVar[bool] = True
 
     anchor: Anchor = "identity"
     """What `f` is added to: the input, a linear projection of it (for pretrained weights), or nothing."""
@@ -173,6 +176,37 @@ class Bottleneck(ProjectionConfig):
                 if separate_linear:
                     anchor_BTO = anchor_BTO + F.wide(p.weight) @ F.wide(p.pre_bias)
         return self._together(p, anchor_BTO, F.activate(self.activation, s_BTR))
+
+    def triton_refusal(self, dims: Dims) -> str | None:
+        if self.norm_stage == "separate":
+            return "the kernel knows norm_stage = 'coupled' alone"
+        if dims.d_out > WIDEST:
+            return f"the kernel gives at most {WIDEST} outputs, and this projection has {dims.d_out}"
+        return None
+
+    def triton_head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
+        import torch
+
+        from qurve.ops.triton_head import Rule, fused_head
+
+        rank, b1_R, offset_O = self.rank(p.dims), p.get("b1"), p.get("post_bias")
+        if b1_R is not None and self.pre_norm == "layernorm":
+            b1_R = b1_R + F.wide(p.w1) @ F.wide(p.pre_bias)
+        if p.dims.bias and self.anchor == "linear":
+            offset_O = p.bias if offset_O is None else offset_O + p.bias
+        device = x_BTD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else p.w2.dtype
+        return fused_head(
+            Rule(self.activation, self.pre_norm, self.post_norm, self.eps, self.scale),
+            stem_BTS[..., :rank],
+            x_BTD,
+            p.w2.to(dtype),
+            b1_R=b1_R,
+            b2_O=p.get("b2"),
+            gain_O=p.get("post_gain"),
+            offset_O=offset_O,
+            anchor_BTO={"identity": x_BTD, "linear": stem_BTS[..., rank:], "none": None}[self.anchor],
+        )
 
     def _pre(self, p: Projection, x_BTD: Tensor) -> Tensor:
         return F.normalize(self.pre_norm, x_BTD, p.get("pre_gain"), p.get("pre_bias"), self.eps)

@@ -10,11 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from qurve.ops import compiled
+from qurve.ops.heads import Impl, Way, check_impl, choose, no_triton
 from qurve.projections.base import STD, Dims, ProjectionConfig
 
 
 class Projection(nn.Module):
-    """A projection's parameters with its configuration. `forward` is the configuration's own: the specification."""
+    """A projection's parameters with its configuration. `forward` is the configuration's own, the specification, unless
+    `impl` says to run the head in another way."""
+
+    impl: Impl = "auto"
+    """How the head is run, where it is heavy; `set_impl` changes it."""
 
     if TYPE_CHECKING:  # parameters are registered by name; each is a Tensor
 
@@ -63,7 +69,35 @@ class Projection(nn.Module):
             raise ValueError(f"this projection takes {self.dims.d_in} channels, and the input has {x_BTD.shape[-1]}")
         if len(other) != (self.config.also_reads is not None):
             raise ValueError(f"besides its input this projection reads {self.config.also_reads or 'nothing'}")
-        return self.config.forward(self, x_BTD, *other)
+        way = self.way(x_BTD)
+        if way == "reference" or not is_bare(self):
+            return self.config.forward(self, x_BTD, *other)
+        stem = self.config.stem(self)
+        return self.head(way, F.linear(x_BTD.to(stem.dtype), stem), x_BTD, *other)
+
+    def way(self, x_BTD: Tensor) -> Way:
+        """How the head is to be run on such an input. `BadInput` where Triton was asked for and cannot be."""
+        if not self.config.heavy_head:
+            return "reference"
+        compiling = torch.compiler.is_compiling()
+        return choose(self.impl, x_BTD.device.type, lambda: self._triton_refusal(x_BTD), compiling=compiling)
+
+    def head(self, way: Way, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
+        """`config.head`, run in one of several ways."""
+        if way == "triton":
+            return self.config.triton_head(self, stem_BTS, x_BTD, *other)
+        if way == "compiled":
+            out_BTO: Tensor = compiled(type(self.config).head)(self.config, self, stem_BTS, x_BTD, *other)
+            return out_BTO
+        return self.config.head(self, stem_BTS, x_BTD, *other)
+
+    def _triton_refusal(self, x_BTD: Tensor) -> str | None:
+        device, dtypes = x_BTD.device.type, {x_BTD.dtype, *(p.dtype for p in self.parameters())}
+        if torch.is_autocast_enabled(device):
+            dtypes.add(torch.get_autocast_dtype(device))
+        if others := dtypes - {torch.float32, torch.bfloat16}:
+            return f"the kernel takes float32 and bfloat16, not {', '.join(sorted(map(str, others)))}"
+        return self.config.triton_refusal(self.dims) or no_triton(device)
 
     def extra_repr(self) -> str:
         return f"{self.dims.d_in} -> {self.dims.d_out}, {self.config}"
@@ -85,9 +119,23 @@ def project(projections: Sequence[nn.Module], x_BTD: Tensor, other: Tensor | Non
     weight = torch.cat(weights)
     stems = torch.split(F.linear(x_BTD.to(weight.dtype), weight), rows, dim=-1)
     return [
-        p.config.head(p, stem, x_BTD, *also) if n and isinstance(p, Projection) else p(x_BTD, *also)
+        p.head(p.way(x_BTD), stem, x_BTD, *also) if n and isinstance(p, Projection) else p(x_BTD, *also)
         for p, n, stem, also in zip(projections, rows, stems, others, strict=True)
     ]
+
+
+def set_impl(model: nn.Module, impl: Impl) -> None:
+    """Have every projection of `model` with a heavy head run it so; see `qurve.ops.heads`. It is execution, not architecture:
+    no state dict holds it. What somebody has wrapped, hooked, quantised or parametrised takes its own forward still.
+
+    Raises `BadInput`, with nothing changed, for an unknown word, and for `triton` where one of them has no kernel.
+    """
+    heavy = [module for module in model.modules() if isinstance(module, Projection) and module.config.heavy_head]
+    check_impl(impl, None)
+    for module in heavy if impl == "triton" else ():
+        check_impl(impl, module.config.triton_refusal(module.dims) or no_triton("cuda"))
+    for module in heavy:
+        module.impl = impl
 
 
 def reads_nothing_else(module: nn.Module) -> bool:

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from qurve.ops.heads import Impl
 from qurve.projections.base import Dims
 from qurve.projections.bottleneck import Anchor, Bottleneck
 from qurve.projections.functional import Activation, Norm
-from qurve.projections.module import Projection
+from qurve.projections.module import Projection, set_impl
 
 
 class NonlinearQuery(Projection):
@@ -28,7 +29,12 @@ class NonlinearQuery(Projection):
 
     `NonlinearQuery.from_linear(layer)` takes over a pretrained weight.
 
-    Raises `ValueError` for widths that cannot be. Source: arXiv 2603.13381, equations 2 and 3.
+    `impl` says how it is run, not what it computes: `reference`, `compiled` (`torch.compile` of what follows the first
+    product, for a model that is not compiled as a whole; each new shape takes seconds), `triton` (one kernel, on CUDA),
+    or `auto`, the fastest of them by measurement.
+
+    Raises `ValueError` for widths that cannot be, and for `triton` where there is no kernel. Source: arXiv 2603.13381,
+    equations 2 and 3.
     """
 
     def __init__(
@@ -46,12 +52,14 @@ class NonlinearQuery(Projection):
         norm_stage: Literal["coupled", "separate"] = "coupled",
         start: Literal["usual", "exact"] = "usual",
         bias: bool = False,
+        impl: Impl = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         config = Bottleneck(anchor, width, activation, pre_norm, post_norm, eps, scale, norm_stage, start)
         dims = Dims(d_model, d_model if d_out is None else d_out, bias)
         super().__init__(config, dims, device=device, dtype=dtype)
+        set_impl(self, impl)
 
     @classmethod
     @torch.no_grad()

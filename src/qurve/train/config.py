@@ -8,6 +8,7 @@ from typing import Literal
 from qurve.config import NOT_HASHED, check_values
 from qurve.errors import BadInput
 from qurve.model.config import ModelConfig
+from qurve.ops.heads import Impl
 from qurve.train.objective import Causal, ObjectiveConfig
 
 Precision = Literal["auto", "float32", "bf16"]
@@ -73,6 +74,9 @@ class TrainConfig:
     """Dtype of the matrix products (autocast); weights, norms, softmax and loss stay in float32."""
     compile: bool = True
     """Compile the training step where a C++ compiler is found (on a GPU: always)."""
+    head_impl: Impl = "auto"
+    """How the heads of nonlinear projections are run (`qurve.ops.heads`): the same numbers but for the last bits, for whose
+    sake it counts as part of the configuration, as `threads` does. `compiled` is for `compile = false`."""
     threads: int | None = None
     """CPU threads; None takes all cores. Part of the configuration, since it decides the last bits of a sum."""
     device: str = "auto"

@@ -23,6 +23,7 @@ from qurve.errors import BadInput, Diverged, QurveError, Stopped
 from qurve.files import claimed
 from qurve.model.gpt import GPT
 from qurve.model.init import stream_seed
+from qurve.projections.module import set_impl
 from qurve.runfolder import RunFolder, Status
 from qurve.train.checkpoint import load_checkpoint, prune, save_checkpoint
 from qurve.train.config import RunConfig
@@ -128,6 +129,7 @@ def train(
             held.enter_context(machine_settings(config))
             stop = held.enter_context(listening(say=world.main))
             model = GPT(config.model, seed=config.train.seed).to(config.train.device)
+            set_impl(model, config.train.head_impl)
             loss_module = spread(model, config.train, world)
             optimizer = build_optimizer(model, config.train)
             if step:

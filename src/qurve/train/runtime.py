@@ -20,6 +20,7 @@ import qurve
 from qurve.accounting import count
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
+from qurve.ops.heads import check_impl, no_triton
 from qurve.train.config import Precision, RunConfig, TrainConfig
 from qurve.train.distributed import ALONE, World, launched
 
@@ -62,6 +63,7 @@ def resolve(config: RunConfig, data: TokenData, world: World = ALONE, before: Tr
             f"add --set model.vocab_size={padded}"
         )
     train.objective.check_data(config.model, data.n_ids)
+    check_heads(config, kind)
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, path=str(data.folder), fingerprint=data.fingerprint),
@@ -94,6 +96,18 @@ def check_processes(config: RunConfig, world: World) -> None:
         raise BadInput(f"{world.size} processes were started for one run; add --parallel ddp or --parallel fsdp")
     if train.parallel is not None and not launched():
         raise BadInput(f"--parallel {train.parallel} is for several processes: start them with torchrun")
+
+
+def check_heads(config: RunConfig, kind: str) -> None:
+    """Raise `BadInput` where the model's heads cannot run as `train.head_impl` says, on a device of this kind."""
+    impl, name = config.train.head_impl, "train.head_impl"
+    if impl == "compiled" and kind == "cpu" and compiler() is None:
+        raise BadInput(f"{name} = 'compiled' needs the C++ compiler {_compiler_name()}; {name} = 'auto' needs none")
+    for layer in range(config.model.n_layers if impl == "triton" else 0):
+        for place, (projection, dims) in config.model.projections(layer).items():
+            if projection.heavy_head:
+                reason = projection.triton_refusal(dims) or no_triton(kind)
+                check_impl(impl, reason and f"model.{place} in block {layer}: {reason}", name)
 
 
 def _as_before(train: TrainConfig, before: TrainConfig) -> TrainConfig:
