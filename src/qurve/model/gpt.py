@@ -161,6 +161,8 @@ class GPT(nn.Module):
         """All but the head: `[B, T, D]`, and the weighted load-balancing loss of each block that has one."""
         config = self.config
         view = self.view(ids_BT, cache, **limits)
+        if cache is not None:
+            cache.reserve(view.start + view.length)
         x_BTD = self.token_embedding(ids_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(view.positions_BT())
@@ -192,8 +194,6 @@ class GPT(nn.Module):
         config, start, length = self.config, 0 if cache is None else cache.filled, ids_BT.shape[1]
         if start + length > config.context:
             raise ValueError(f"{start + length} tokens do not fit the model's context of {config.context}")
-        if cache is not None and start + length > cache.length:
-            raise ValueError(f"the cache has room for {cache.length} tokens; {start + length} are needed")
         if cache is not None and padding_B is not None:
             raise ValueError("give padding_B to the cache, which keeps it for the tokens to come")
         if (prefix_B is not None) != (config.attends == "prefix" and start == 0):
