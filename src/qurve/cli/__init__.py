@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import tyro
 from rich.console import Console
 
+from qurve.cli.generating import generate
 from qurve.cli.preparing import prepare
 from qurve.cli.runs import plan, presets, train
 from qurve.cli.studies import compare, report, study, watch
@@ -27,7 +28,7 @@ Exit codes: 0 done; 1 a run failed; 2 the input was refused and nothing was crea
 """
 
 app = tyro.extras.SubcommandApp()
-_COMMANDS = (compare, train, prepare, report, study, watch, presets, plan)  # in the order of the help
+_COMMANDS = (compare, train, generate, prepare, report, study, watch, presets, plan)  # in the order of the help
 for _command in _COMMANDS:
     app.command(_command)
 COMMANDS = tuple(_command.__name__ for _command in _COMMANDS)

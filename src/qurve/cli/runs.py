@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg
 
-from qurve.cli.shared import Data, Device, Json, Settings, console_for, data_in, given, option
+from qurve.cli.shared import Data, Device, Json, Precision, Settings, console_for, data_in, given, option
 from qurve.config import apply_settings
 from qurve.runfolder import RunFolder
 
@@ -48,10 +48,7 @@ def train(
         option(metavar="ddp|fsdp", help="Under torchrun: each process has the whole model, or a part of it."),
     ] = None,
     device: Device = None,
-    precision: Annotated[
-        Literal["auto", "float32", "bf16"] | None,
-        option(metavar="auto|float32|bf16", help="Of the matrix products; auto: bf16 where the hardware has it."),
-    ] = None,
+    precision: Precision = None,
     settings: Settings = (),
     as_json: Json = False,
 ) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
@@ -35,6 +35,10 @@ Data = Annotated[
 ]
 Device = Annotated[
     str | None, option(metavar="DEVICE", help="cpu, cuda or cuda:N. Default: the GPU when there is one.")
+]
+Precision = Annotated[
+    Literal["auto", "float32", "bf16"] | None,
+    option(metavar="auto|float32|bf16", help="Of the matrix products; auto: bf16 where the hardware has it."),
 ]
 
 
@@ -72,3 +76,8 @@ def data_in(folder: Path, config: DataConfig) -> Iterator[TokenData]:
 def console_for(as_json: bool) -> Console:
     """Where people read: standard output, or standard error when that is kept for JSON."""
     return Console(stderr=as_json)
+
+
+def plain(console: Console) -> Callable[[str], None]:
+    """Say a text as it is: a path is no markup, and no line is broken."""
+    return lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,12 +7,12 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 
-from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option
+from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option, plain
 from qurve.errors import EXIT_FAILED, BadInput
 from qurve.files import LOCK
 
@@ -97,7 +97,7 @@ def compare(
             workers=workers,
             cluster=cluster,
             retries=retries,
-            say=_plain(console),
+            say=plain(console),
         )
     _show_report(folder, console, as_json)
     for name, reason in failed.items():
@@ -147,10 +147,6 @@ def _refuse_foreign_study(folder: Path) -> None:
     found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
     if found and not found & {"study.json", "data", LOCK}:
         raise BadInput(f"{folder} holds something that is not a study; give another --out")
-
-
-def _plain(console: Console) -> Any:
-    return lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_report(folder: Path, console: Console, as_json: bool) -> None:
