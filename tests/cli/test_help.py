@@ -51,6 +51,11 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
             "--grid --out --data --seeds --steps --device --workers --retries --ray --cpus-per-run --gpus-per-run "
             "--set --json",
         ),
+        (
+            "generate",
+            "RUN PROMPT… --prompt-file --max-new-tokens --samples --temperature --top-k --top-p --min-p "
+            "--repetition-penalty --seed --stop --beyond --data --precision --device --json",
+        ),
         ("prepare", "--out --tokenizer --split --workers --json"),
         ("report", "--json"),
         ("study", "FOLDER status --json"),

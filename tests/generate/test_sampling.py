@@ -213,4 +213,4 @@ def test_logits_that_are_no_numbers_are_told_of(bad: float) -> None:
 )
 def test_values_out_of_range_are_refused(name: str, value: float, message: str) -> None:
     with pytest.raises(BadInput, match=message.replace(".", r"\.")):
-        Sampling(**{name: value})  # type: ignore[arg-type]
+        Sampling(**{name: value})

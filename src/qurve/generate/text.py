@@ -59,16 +59,16 @@ def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] |
     """
     run = RunFolder(folder)
     stated = run.config_json()[0].get("data") or {}
-    places = [Path(data)] if data else [Path(stated.get("path") or run.path / "data"), run.path / "data"]
-    there = [place for place in places if (place / MANIFEST).exists() or (place / "train.bin").exists()]
-    if not there:
+    named = Path(stated.get("path") or run.path / "data")
+    place = Path(data) if data else next((p for p in (named, run.path / "data") if p.is_dir()), None)
+    if place is None:
         raise BadInput(
-            f"{run.path} was trained on {places[0]}, which is not there: its tokenizer is needed; name the folder of "
-            "that data (--data DIR)"
+            f"{run.path} was trained on {named}, which is not there: its tokenizer is needed; name the folder of that "
+            "data (--data DIR)"
         )
-    opened = TokenData.open(there[0])
+    opened = TokenData.open(place)
     if opened.fingerprint != stated.get("fingerprint"):
-        raise BadInput(f"{there[0]} is not the data that {run.path} was trained on; name that folder (--data DIR)")
+        raise BadInput(f"{place} is not the data that {run.path} was trained on; name that folder (--data DIR)")
     if opened.tokenizer == "unknown":
-        raise BadInput(f"{there[0]} does not say what its ids mean (its meta.pkl is not read); give prompts as ids")
-    return load(there[0]) if (there[0] / MANIFEST).exists() else ready_made(opened.tokenizer)
+        raise BadInput(f"{place} does not say what its ids mean (its meta.pkl is not read); give prompts as ids")
+    return load(place) if (place / MANIFEST).exists() else ready_made(opened.tokenizer)
