@@ -280,12 +280,14 @@ def _check_room(place: int, length: int, new: int | None, context: int) -> None:
     """Raise `BadInput` for a text that would outgrow the context."""
     if length + (new or 1) <= context:
         return
-    least = f"; with {new:,} new ones that is {length + new:,}" if new else ""
+    tokens = f"{length:,} token{'s' * (length != 1)}" + (
+        f"; with {new:,} new ones that is {length + new:,}" if new else ""
+    )
     room = context - length
     way_out = f"ask for at most {room:,} new tokens" if room > 0 else "shorten it"
     raise BadInput(
-        f"prompt {place + 1} has {length:,} tokens{least}, and the model's context holds {context:,}: {way_out}, or "
-        "let the context slide (beyond = slide)"
+        f"prompt {place + 1} has {tokens}, and the model's context holds {context:,}: {way_out}, or let the context "
+        "slide (beyond = slide)"
     )
 
 

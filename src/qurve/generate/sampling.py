@@ -56,12 +56,8 @@ class Sampling:
                 bound = "above 0" if name == "top_p" else "at least 0"
                 raise BadInput(f"{name} = {share}: it must be {bound} and at most 1")
 
-    def probabilities(self, logits_BV: Tensor, seen_BV: Tensor | None = None) -> Tensor:
-        """What is drawn from, `[B, V]`; `seen_BV` is true for the tokens that the penalty is for."""
-        if seen_BV is not None:
-            logits_BV = penalized(logits_BV, seen_BV, self.repetition_penalty)
-        if self.temperature == 0:
-            return torch.zeros_like(logits_BV).scatter_(1, logits_BV.argmax(-1, keepdim=True), 1.0)
+    def probabilities(self, logits_BV: Tensor) -> Tensor:
+        """What is drawn from, `[B, V]`, of logits that the penalty has been through; for a temperature above zero."""
         # the largest becomes zero first, so that no temperature makes it infinite
         logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / self.temperature
         if self.top_k is not None:
@@ -73,17 +69,17 @@ class Sampling:
         return logits_BV.softmax(-1)
 
     def choose(self, logits_BV: Tensor, seen_BV: Tensor | None, chances: Sequence[torch.Generator]) -> list[int]:
-        """One token for each sequence; `chances` are their streams of random numbers.
-
-        Raises `QurveError` when a logit is not a finite number.
+        """One token for each sequence. `seen_BV`: true for the tokens that the penalty is for; `chances`: each
+        sequence's stream of random numbers. Raises `QurveError` when a logit is not a finite number.
         """
         if not logits_BV.isfinite().all():
             raise QurveError("the model's logits are not finite: its weights are damaged, or its training diverged")
-        p_BV = self.probabilities(logits_BV, seen_BV)
+        if seen_BV is not None:
+            logits_BV = penalized(logits_BV, seen_BV, self.repetition_penalty)
         if self.temperature == 0:
-            return p_BV.argmax(-1).tolist()
+            return logits_BV.argmax(-1).tolist()
         uniform_B = torch.stack([torch.rand((), dtype=torch.float64, generator=chance) for chance in chances])
-        return draw(p_BV, uniform_B.to(p_BV.device)).tolist()
+        return draw(self.probabilities(logits_BV), uniform_B.to(logits_BV.device)).tolist()
 
 
 def penalized(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
