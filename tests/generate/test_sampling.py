@@ -150,15 +150,15 @@ def test_no_temperature_makes_a_probability_that_is_none(temperature: float) -> 
 def test_top_p_of_a_large_vocabulary_needs_more_than_the_likely_ones(spread: float) -> None:
     """Flat, nearly flat, and with more than enough among those that are sorted first; both in one batch as well."""
     generator = torch.Generator().manual_seed(1)
-    flat_BV = spread * torch.randn(1, 4 * LIKELY, generator=generator)
+    flat_BV = spread * torch.randn(1, 2 * LIKELY[-1], generator=generator)
     peaked_BV = flat_BV.clone()
     peaked_BV[0, 7] += 20
-    for p in (0.2, 0.9, 0.999):
+    for p in (0.2, 0.9):  # between two totals; further out, rounding decides
         expected = [plain_top_p(logits_BV[0].tolist(), p) for logits_BV in (flat_BV, peaked_BV)]
         together_BV = keep_top_p(torch.cat([flat_BV, peaked_BV]), p)
         assert [kept(row_V[None]) for row_V in together_BV] == expected
         assert kept(keep_top_p(peaked_BV, p)) == expected[1]
-        assert 1 <= len(expected[1]) < LIKELY
+        assert 1 <= len(expected[1]) < LIKELY[0]
 
 
 def test_a_draw_never_takes_what_cannot_be() -> None:

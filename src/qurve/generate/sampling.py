@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qurve.errors import BadInput, QurveError
 
-LIKELY = 256
+LIKELY = (256, 4096)
 """Tokens that are sorted at first for top-p: often enough, and much cheaper than the whole vocabulary."""
 
 
@@ -72,7 +72,7 @@ class Sampling:
         """One token for each sequence. `seen_BV`: true for the tokens that the penalty is for; `chances`: each
         sequence's stream of random numbers. Raises `QurveError` when a logit is not a finite number.
         """
-        if not logits_BV.isfinite().all():
+        if not logits_BV.sum().isfinite():
             raise QurveError("the model's logits are not finite: its weights are damaged, or its training diverged")
         if seen_BV is not None:
             logits_BV = penalized(logits_BV, seen_BV, self.repetition_penalty)
@@ -96,7 +96,7 @@ def keep_top_k(logits_BV: Tensor, k: int) -> Tensor:
 def keep_top_p(logits_BV: Tensor, p: float) -> Tensor:
     """Minus infinity for what is less likely than the last token that it takes to reach the probability `p`."""
     p_BV, vocabulary = logits_BV.softmax(-1), logits_BV.shape[-1]
-    for count in (min(LIKELY, vocabulary), vocabulary):
+    for count in (*(count for count in LIKELY if count < vocabulary), vocabulary):
         likely_BC = p_BV.topk(count).values
         total_BC = likely_BC.cumsum(-1, dtype=torch.float64)
         if (total_BC[:, -1] >= p).all():
