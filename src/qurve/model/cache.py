@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qurve.model.config import ModelConfig
@@ -23,6 +24,15 @@ class KeysValues:
         self.keys[:, :, start:end] = k_BGTE
         self.values[:, :, start:end] = v_BGTE
         return self.keys[:, :, :end].to(k_BGTE.dtype), self.values[:, :, :end].to(v_BGTE.dtype)
+
+    def grow(self, length: int) -> None:
+        """Make room for `length` tokens, more than now; what was written stays."""
+        self.keys, self.values = lengthened(self.keys, length), lengthened(self.values, length)
+
+
+def lengthened(t_BGTE: Tensor, length: int) -> Tensor:
+    """The same with zeros behind it, `length` tokens long."""
+    return F.pad(t_BGTE, (0, 0, 0, length - t_BGTE.shape[2]))
 
 
 class Cache:
@@ -58,3 +68,9 @@ class Cache:
         self.filled = 0
         configs = [config.at(layer) for layer in range(config.n_layers)]
         self.states = [c.mixer.state(c, batch, self.length, device=device, dtype=dtype) for c in configs]
+
+    def grow(self, length: int) -> None:
+        """Make room for `length` tokens, more than now; what was written stays."""
+        for state in self.states:
+            state.grow(length)
+        self.length = length

@@ -42,7 +42,8 @@ class MixerConfig(Choice):
         raise NotImplementedError
 
     def state(self, config: ModelConfig, batch: int, length: int, **factory: Any) -> Any:
-        """What decoding keeps, with room for `length` tokens; `factory` has `device` and `dtype`."""
+        """What decoding keeps, with room for `length` tokens; `factory` has `device` and `dtype`. `grow(length)` of it
+        makes more room."""
         raise NotImplementedError
 
     def num_params(self, config: ModelConfig) -> int:

@@ -31,6 +31,9 @@ class Sums:
         self.keys_values = torch.zeros(*shape, config.head_width, dtype=dtype, **factory)
         self.keys = torch.zeros(shape, dtype=dtype, **factory)
 
+    def grow(self, length: int) -> None:
+        """Sums have room for any number of tokens."""
+
 
 def features(kind: FeatureMap, x: Tensor) -> Tensor:
     """At least zero everywhere, of the same shape, in float32 or wider."""

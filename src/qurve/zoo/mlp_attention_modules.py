@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qurve.model.attention import Attention, average
+from qurve.model.cache import lengthened
 from qurve.model.config import ModelConfig
 from qurve.model.view import View
 from qurve.projections.functional import wide
@@ -29,6 +30,10 @@ class Values:
         end = start + v_BGTE.shape[2]
         self.values[:, :, start:end] = v_BGTE
         return self.values[:, :, :end].to(v_BGTE.dtype)
+
+    def grow(self, length: int) -> None:
+        """Make room for `length` tokens, more than now."""
+        self.values = lengthened(self.values, length)
 
 
 class PositionAttention(Attention):
