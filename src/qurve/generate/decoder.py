@@ -67,7 +67,7 @@ class Decoder:
         by_row = self.device.type == "cpu" and batch == 1
         self.compiles = compile and can_be_split(model) and (by_row or self.device.type != "cpu")
         self.model, self.autocasts = model, False
-        if is_as_built(model):
+        if is_as_built(model) and (self.dtype == weight.dtype or keeps_a_wide_stream(model)):
             # One row in float32 reads a plain weight as fast as a packed one, and a sum cannot read a packed one.
             plain = self.compiles or (by_row and self.dtype == torch.float32)
             self.model = ready(model, self.dtype, not plain)
@@ -159,7 +159,7 @@ def kinds_of(model: GPT, batch: int, dtype: torch.dtype) -> list[str]:
     blocks = [repr((model.config.at(layer), model.blocks[layer % len(model.blocks)])) for layer in layers]
     shared = repr((batch, dtype, model.token_embedding.weight.dtype, model.final_norm, torch.get_num_threads()))
     pieces = [("", blocks[0]), *itertools.pairwise(blocks), (blocks[-1], "")]
-    return [hashlib.sha256(f"{shared}{before}{after}".encode()).hexdigest() for before, after in pieces]
+    return [hashlib.sha256(f"{shared}{before} to {after}".encode()).hexdigest() for before, after in pieces]
 
 
 # ----------------------------------------------------------------------------------------------------- which, and ready
@@ -187,6 +187,13 @@ def _is_untouched(module: nn.Module) -> bool:
     )
 
 
+def keeps_a_wide_stream(model: GPT) -> bool:
+    """Whether the residual stream, and so each norm's input and output, is as wide as the embeddings however narrow the
+    products are."""
+    residual = model.config.residual
+    return residual.norm_place == "pre" and residual.attention_skip and residual.mlp_skip
+
+
 def can_be_split(model: GPT) -> bool:
     """Whether each block is softmax attention as it stands in `qurve.model`, and a feed-forward without choices."""
     return all(
@@ -209,6 +216,8 @@ def _prepared(module: nn.Module, dtype: torch.dtype, pack: bool) -> Any:
     copied.training = False
     projections = {name: part for name, part in inside.items() if isinstance(part, Projection)}
     together = [name for name in getattr(module, "together", ()) if name in projections]
+    if len({projections[name].dims.d_in for name in together}) > 1:
+        together = []  # each has an input of its own
     for names in [together, *([name] for name in projections if name not in together)]:
         inside |= zip(names, prepare([projections[name] for name in names], dtype, pack), strict=True)
     for name, part in inside.items():

@@ -129,6 +129,8 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """`softmax(scale * q k^T + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it."""
+    if not torch.is_autocast_enabled(q_BHTE.device.type):  # which gives all three one dtype
+        q_BHTE, k_BGSE = q_BHTE.to(v_BGSE.dtype), k_BGSE.to(v_BGSE.dtype)
     if softcap is not None:
         return _attend_capped(q_BHTE, k_BGSE, v_BGSE, mask, scale, dropout, softcap)
     mask_TS, is_causal = mask
@@ -143,7 +145,7 @@ def attend(
     if q_BHTE.device.type == "cpu" and (k_BGSE.shape[2] <= SHORT or q_BHTE.shape[2] == 1):
         with torch.autocast("cpu", enabled=False):
             return attention(wide(q_BHTE), wide(k_BGSE), wide(v_BGSE))
-    return attention(q_BHTE, k_BGSE, v_BGSE)  # autocast gives all three one dtype
+    return attention(q_BHTE, k_BGSE, v_BGSE)
 
 
 def _attend_capped(

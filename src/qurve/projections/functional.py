@@ -23,6 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     import torch
     import torch.nn.functional as F
 
+    bias = None if bias is None else bias.to(weight.dtype)
     if weight.device.type == "cpu" and not torch.is_grad_enabled():
         if torch.compiler.is_compiling():
             if x.numel() == x.shape[-1]:
@@ -37,7 +38,7 @@ def _summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same for one row, written as a sum: the compiler makes one pass over the weight of it, as fast as memory is;
     libraries' products take up to twice as long."""
     y = (wide(weight) * wide(x).reshape(-1)).sum(-1).to(weight.dtype).view(*x.shape[:-1], -1)
-    return y if bias is None else y + bias.to(y.dtype)
+    return y if bias is None else y + bias
 
 
 def _plain_float32(weight: Tensor) -> bool:
@@ -103,7 +104,9 @@ def fold(kind: Norm, weight: Tensor, gain: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """float32 for half-precision input; float32 and float64 stay."""
+    """float32 for half-precision input; float32 and float64 stay. A packed weight is laid out plainly again."""
     import torch
 
+    if x.is_mkldnn:
+        return x.to_dense(torch.float32)
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -94,10 +94,12 @@ def project(projections: Sequence[nn.Module], x_BTD: Tensor, other: Tensor | Non
 
 def stacked(projections: Sequence[Projection]) -> Tensor | None:
     """The stems as one weight; None where there are fewer than two, or they differ in dtype."""
-    if projections and projections[0].stacked is not None:
+    if len(projections) < 2:
+        return None
+    if projections[0].stacked is not None:
         return projections[0].stacked
     weights = [p.config.stem(p) for p in projections]
-    return torch.cat(weights) if len(weights) > 1 and len({weight.dtype for weight in weights}) == 1 else None
+    return torch.cat(weights) if len({weight.dtype for weight in weights}) == 1 else None
 
 
 def reads_nothing_else(module: nn.Module) -> bool:

@@ -29,10 +29,9 @@ def prepare(projections: Sequence[Projection], dtype: torch.dtype, pack: bool = 
     for projection in projections:
         ready = copy.copy(projection)
         ready._parameters = dict(projection._parameters)
-        plain = projection.dims.bias  # heads with biases do more with a matrix than multiply by it
         for name, p in projection._parameters.items():
             if p is not None and p.dim() == 2 and id(p) not in stems:  # a stem itself is in the stacked weight
-                ready._parameters[name] = nn.Parameter(matrix(p, dtype, pack and not plain), requires_grad=False)
+                ready._parameters[name] = nn.Parameter(matrix(p, dtype, pack), requires_grad=False)
         copies.append(ready)
     if weight is not None:
         first = next(c for c, p in zip(copies, projections, strict=True) if p is fused[0])
