@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from train_cpu import _import_peer, _spread
 
 from qurve.convert import load_checkpoint
 from qurve.generate.decoder import Decoder
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck
 from qurve.train.runtime import available_cores
-from train_cpu import _import_peer, _spread
 
 Side = Callable[[], dict[str, float]]
 """Runs once; seconds per `step` (one token of each sequence) and, where it is timed apart, for the `prompt`."""
@@ -169,6 +169,10 @@ class _Ours:
         return logits_BV.argmax(-1, keepdim=True)
 
 
+def _ids(batch: int, length: int) -> Tensor:
+    return torch.randint(50257, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
 def _read_by(block: nn.Module) -> list[Tensor]:
     """The matrices that one token is multiplied by, in a prepared block."""
     attention, mlp = block.attention, block.mlp
@@ -191,7 +195,7 @@ class _TheirGenerate:
     def __init__(self, model: nn.Module, dtype: torch.dtype, batch: int, new: int) -> None:
         self.model = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
         self.new = new
-        self.prompt = torch.randint(50257, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
+        self.prompt = _ids(batch, PROMPT)
         self.seconds(3)
 
     def seconds(self, new: int) -> float:
@@ -297,7 +301,7 @@ def _with_nonlinear_queries(linear: GPT) -> GPT:
 @torch.no_grad()
 def _same_tokens(theirs: nn.Module, ours: GPT) -> dict[str, float]:
     """By how much the logits differ, and that greedy tokens do not. Too large a difference ends the benchmark."""
-    ids_BT = torch.randint(50257, (1, 24), generator=torch.Generator().manual_seed(2))
+    ids_BT = _ids(1, 24)
     decoder = Decoder(ours, 1, None, 64)
     logits_BV, worst = decoder.read(ids_BT), 0.0
     for _ in range(8):
