@@ -169,18 +169,21 @@ PLAIN = (nn.Embedding, nn.Identity, nn.LayerNorm, nn.Linear, nn.ModuleList, nn.R
 
 def is_as_built(model: GPT) -> bool:
     """Whether every module computes what its configuration says and nothing else: nothing wrapped, hooked, replaced,
-    quantised, parametrised, sharded or of mixed dtypes, and no kind from outside this package but projections."""
+    quantised, parametrised, sharded or of mixed dtypes, and no kind from outside this package."""
     tensors = list(model.parameters())
     return len({(p.dtype, p.device) for p in tensors}) == 1 and all(
-        is_bare(m) if isinstance(m, Projection) else _is_untouched(m) for m in model.modules()
+        is_bare(m) and _is_ours(m.config) if isinstance(m, Projection) else _is_untouched(m) for m in model.modules()
     )
 
 
+def _is_ours(part: object) -> bool:
+    return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def _is_untouched(module: nn.Module) -> bool:
-    ours = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return (
-        (ours or type(module) in PLAIN)
+        (_is_ours(module) or type(module) in PLAIN)
         and "forward" not in module.__dict__
         and not any(hooks)
         and all(type(p) is nn.Parameter for p in module._parameters.values() if p is not None)
