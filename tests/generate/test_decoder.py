@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from combinations import Row, config_of, covering_array, words
 from qurve.generate import decoder as decoding
-from qurve.generate.decoder import Decoder, is_as_built, kinds_of
+from qurve.generate.decoder import Decoder, is_as_built, pieces
 from qurve.model.config import LayerOverride, ModelConfig
 from qurve.model.feed_forward import Dense, Gated
 from qurve.model.gpt import GPT
@@ -224,23 +224,30 @@ SPLIT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_pieces_between_mixings_are_the_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not compiled here: the pieces alone, with as many kinds as there are blocks that differ."""
-    monkeypatch.setattr(decoding, "_compiled", lambda part: part)
+    """Not compiled here: the pieces alone."""
+    monkeypatch.setattr(decoding, "_compiled", lambda part, kind: part)
     model = moved(ModelConfig(**SMALL, **SPLIT[name]))
     ids_BT = tokens(model.config, 1, 20)
     decoder = Decoder(model, 1, None, 4, compile=True)
     assert decoder.compiles
     assert_same(read(decoder, ids_BT, *[1] * 10, 5, *[1] * 5)[:, -5:], whole(model, ids_BT, 0)[:, -5:])
-    assert len(set(decoder.kinds)) == (4 if name == "mixed" else 3)
 
 
-def test_kinds_tell_apart_whatever_makes_other_code() -> None:
-    models = [GPT(ModelConfig(**SMALL, **changes)) for changes in SPLIT.values()]
-    models += [GPT(ModelConfig(**SMALL, mlp=Dense("relu"))), GPT(ModelConfig(**{**SMALL, "d_ff": 41}))]
-    between = [kinds_of(model, 1, torch.float32)[1] for model in models]
-    between += [kinds_of(models[0], 2, torch.float32)[1], kinds_of(models[0], 1, torch.bfloat16)[1]]
+def test_pieces_share_code_where_blocks_are_alike_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_compiled", lambda part, kind: (part.__name__, kind))
+    models = {name: GPT(ModelConfig(**SMALL, **changes)) for name, changes in SPLIT.items()}
+    kinds = {name: pieces(model, 1, torch.float32) for name, model in models.items()}
+    assert {name: len(set(found)) for name, found in kinds.items()} == {
+        "linear": 3,
+        "paper": 3,
+        "mixed": 4,
+        "shared": 3,
+    }
+    others = [GPT(ModelConfig(**SMALL, mlp=Dense("relu"))), GPT(ModelConfig(**{**SMALL, "d_ff": 41}))]
+    between = [found[1] for found in kinds.values()] + [pieces(model, 1, torch.float32)[1] for model in others]
+    between += [pieces(models["linear"], 2, torch.float32)[1], pieces(models["linear"], 1, torch.bfloat16)[1]]
     assert len(set(between)) == len(between)
-    assert kinds_of(models[0], 1, torch.float32) == kinds_of(GPT(ModelConfig(**SMALL), seed=7), 1, torch.float32)
+    assert kinds["linear"] == pieces(GPT(ModelConfig(**SMALL), seed=7), 1, torch.float32)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ class Decoder:
             self.model = ready(model, self.dtype, not plain)
         else:
             self.compiles, self.autocasts = False, self.dtype in HALF and self.dtype != weight.dtype
-        self.kinds = kinds_of(self.model, batch, self.dtype) if self.compiles else []
+        self.pieces = pieces(self.model, batch, self.dtype) if self.compiles else []
         room = min(room, config.context)
         self.cache = Cache(config, batch, room, padding_B=padding_B, device=self.device, dtype=self.dtype)
 
@@ -109,57 +110,61 @@ class Decoder:
         model, cache = self.model, self.cache
         blocks: list[Any] = [model.blocks[layer % len(model.blocks)] for layer in range(model.config.n_layers)]
         view = model.view(ids_B1, cache)
-        enter, between, last = (_compiled(part) for part in (_enter, _between, _last))
-        stream, x_BTD, *heads = enter(self.kinds[0], blocks[0], model.embedded(ids_B1, view), view)
+        enter, *betweens, last = self.pieces
+        stream, x_BTD, *heads = enter(blocks[0], model.embedded(ids_B1, view), view)
         for layer, block in enumerate(blocks):
             y_BHTE: Tensor = block.attention.mix(*heads, view, cache.states[layer])
             y_BTO = y_BHTE.transpose(1, 2).flatten(2)
             if layer + 1 < len(blocks):
-                here = self.kinds[layer + 1], block, blocks[layer + 1]
-                stream, x_BTD, *heads = between(*here, stream, x_BTD, y_BTO, view)
+                stream, x_BTD, *heads = betweens[layer](block, blocks[layer + 1], stream, x_BTD, y_BTO, view)
         cache.filled += 1
-        logits_BTV: Tensor = last(self.kinds[-1], model, blocks[-1], stream, x_BTD, y_BTO)
+        logits_BTV: Tensor = last(model, blocks[-1], stream, x_BTD, y_BTO)
         return logits_BTV
 
 
 # ------------------------------------------------------------------------------------------- one token, between mixings
-# `kind` names everything that the code depends on. It alone is compared when a compiled piece is called again:
-# comparing every tensor and setting, as is usual, would take longer than the piece itself.
+# A kind names everything that the code of a piece depends on.
 
 
-def _enter(kind: str, block: Any, stream: Tensor, view: View, carried: Carried = (None, None)) -> tuple[Tensor, ...]:
+def _enter(block: Any, stream: Tensor, view: View, carried: Carried = (None, None)) -> tuple[Tensor, ...]:
     inputs = block.inputs(stream, carried)
     return stream, inputs[0], *block.attention.enter(inputs, view, carried[0], None)
 
 
 def _between(
-    kind: str, block: Any, following: Any, stream: Tensor, x_BTD: Tensor, y_BTO: Tensor, view: View
+    block: Any, following: Any, stream: Tensor, x_BTD: Tensor, y_BTO: Tensor, view: View
 ) -> tuple[Tensor, ...]:
     stream, carried = block.leave(stream, block.attention.leave(y_BTO, x_BTD))
-    return _enter(kind, following, stream, view, carried)
+    return _enter(following, stream, view, carried)
 
 
-def _last(kind: str, model: GPT, block: Any, stream: Tensor, x_BTD: Tensor, y_BTO: Tensor) -> Tensor:
+def _last(model: GPT, block: Any, stream: Tensor, x_BTD: Tensor, y_BTO: Tensor) -> Tensor:
     stream, _ = block.leave(stream, block.attention.leave(y_BTO, x_BTD))
     return model.logits(model.collapsed(stream))
 
 
-@functools.cache
-def _compiled(part: Callable[..., Any]) -> Callable[..., Any]:
-    def only_kind(guards: Any) -> list[bool]:
-        return ["kind" in guard.name for guard in guards]
+@functools.lru_cache(maxsize=64)
+def _compiled(part: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """The code of a piece for one kind, which is compared with nothing when it is called: comparing every tensor and
+    setting with those it was made for, as is usual, takes as long as the piece. So each kind has a function of its own,
+    as compiled code is kept by function."""
+    own = types.FunctionType(part.__code__.replace(), part.__globals__, f"{part.__name__}_{kind}", part.__defaults__)
+    compiled: Callable[..., Any] = torch.compile(
+        own, fullgraph=True, dynamic=False, options={"guard_filter_fn": lambda guards: [False] * len(guards)}
+    )
+    return compiled
 
-    return torch.compile(part, fullgraph=True, dynamic=False, options={"guard_filter_fn": only_kind})
 
-
-def kinds_of(model: GPT, batch: int, dtype: torch.dtype) -> list[str]:
-    """Names of the pieces of one step, in their order, of which equal ones have one code: into the first block, from
-    each block to the next, and out of the last."""
+def pieces(model: GPT, batch: int, dtype: torch.dtype) -> list[Callable[..., Any]]:
+    """Into the first block, from each block to the next, and out of the last; alike blocks share code."""
     layers = range(model.config.n_layers)
     blocks = [repr((model.config.at(layer), model.blocks[layer % len(model.blocks)])) for layer in layers]
-    shared = repr((batch, dtype, model.token_embedding.weight.dtype, model.final_norm, torch.get_num_threads()))
-    pieces = [("", blocks[0]), *itertools.pairwise(blocks), (blocks[-1], "")]
-    return [hashlib.sha256(f"{shared}{before} to {after}".encode()).hexdigest() for before, after in pieces]
+    weight = model.token_embedding.weight
+    shared = repr((batch, dtype, weight.dtype, weight.device, model.final_norm, torch.get_num_threads()))
+    ways = [("", blocks[0]), *itertools.pairwise(blocks), (blocks[-1], "")]
+    kinds = [hashlib.sha256(f"{shared}{before} to {after}".encode()).hexdigest()[:16] for before, after in ways]
+    parts = [_enter, *[_between] * (len(blocks) - 1), _last]
+    return [_compiled(part, kind) for part, kind in zip(parts, kinds, strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------------- which, and ready
