@@ -129,7 +129,8 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """`softmax(scale * q k^T + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it."""
-    if not torch.is_autocast_enabled(q_BHTE.device.type):  # which gives all three one dtype
+    alike = q_BHTE.dtype == k_BGSE.dtype == v_BGSE.dtype
+    if not alike and not torch.is_autocast_enabled(q_BHTE.device.type):  # which gives all three one dtype
         q_BHTE, k_BGSE = q_BHTE.to(v_BGSE.dtype), k_BGSE.to(v_BGSE.dtype)
     if softcap is not None:
         return _attend_capped(q_BHTE, k_BGSE, v_BGSE, mask, scale, dropout, softcap)
