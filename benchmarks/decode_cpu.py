@@ -8,7 +8,7 @@ the greedy choice takes. Preparing, warm-up and compilation come before the firs
 take turns, in an order that rotates from round to round; ratios are taken within a round, and the memory's bandwidth
 (the sum of a large array) is measured in each. Prints a table, then one JSON line.
 
-nanoGPT samples 512 tokens after one, at 124 M parameters about three minutes, so give that run few rounds. Hugging
+nanoGPT samples 512 tokens after one, at 124 M parameters for about three minutes, so give that run few rounds. Hugging
 Face's GPT-2 continues 128 tokens at batch 1 and 8, in float32 and bf16; a prompt alone is timed apart. Its activation
 is the exact GELU here, as in ours.
 """
@@ -73,6 +73,7 @@ def main() -> None:
     models = {"linear": linear, "nonlinear": _with_nonlinear_queries(linear)}
     differences = _same_tokens(peer, linear)
 
+    ways = ("eager",) if options.eager else ("compiled",) if options.peer else ("eager", "compiled")
     sides: dict[str, Side] = {}
     decoders: dict[str, _Ours] = {}
     for batch in options.batches:
@@ -80,7 +81,7 @@ def main() -> None:
             if options.hugging_face:
                 sides[f"hugging-face {precision} {batch}"] = _TheirGenerate(peer, dtype, batch, new)
             for query, model in models.items():
-                for how in ("eager", "compiled") if batch == 1 and not options.eager else ("eager",):
+                for how in ways if batch == 1 else ("eager",):
                     name = f"{query} {how} {precision} {batch}"
                     sides[name] = decoders[name] = _Ours(model, dtype, batch, new, how == "compiled", options.peer)
     if options.peer:
@@ -132,13 +133,12 @@ class _Ours:
     """A decoder of ours, warmed up. `setup` says how long that took; `bytes_per_step`, what one step has to read."""
 
     def __init__(self, model: GPT, dtype: torch.dtype, batch: int, new: int, compiled: bool, samples: object) -> None:
-        self.make = lambda: Decoder(model, batch, None, PROMPT + new, dtype, compile=compiled)
         self.batch, self.new, self.samples = batch, new, bool(samples)
         self.prompt = torch.randint(
             50257, (batch, 1 if samples else PROMPT), generator=torch.Generator().manual_seed(1)
         )
         started = time.perf_counter()
-        self.decoder = self.make()
+        self.decoder = Decoder(model, batch, None, PROMPT + new, dtype, compile=compiled)
         prepared = time.perf_counter()
         self.decoder.read(self.prompt)
         self.decoder.read(self.prompt[:, :1])
