@@ -44,7 +44,7 @@ class Decoder:
     products and the cache, the model's own by default. A model that attends to a prefix takes its first read for it.
 
     `compile` compiles what a single token passes between one block's attention and the next, for one sequence on a CPU
-    and for any number on a GPU. That takes some ten seconds as the first single token comes: it pays for long outputs.
+    and for any number on a GPU. That takes some seconds as the first single token comes: it pays for long outputs.
 
     The model given is not changed. Make a new decoder after changing its weights.
     """
