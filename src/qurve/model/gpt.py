@@ -24,6 +24,7 @@ from qurve.model.positions import Learned, Rope, rotations
 from qurve.model.view import View
 from qurve.projections import Linear
 from qurve.projections.base import STD
+from qurve.projections.functional import linear
 from qurve.runfolder import RunFolder
 
 Carried = tuple[Tensor | None, Tensor | None]
@@ -58,13 +59,17 @@ class Block(nn.Module):
     def forward(
         self, stream: Tensor, view: View, carried: Carried = (None, None), state: Any = None
     ) -> tuple[Tensor, Carried]:
-        hidden_BTF, routed_BTW = carried
-        inputs = self.attention_residual.read(stream, self.attention_norm)
-        if routed_BTW is not None:
-            inputs = self._with_subspaces(inputs, routed_BTW)
-        y_BTD = self.attention(inputs, view, hidden_BTF, state)
-        stream = self.attention_residual.write(stream, y_BTD, self.attention_norm)
+        inputs = self.inputs(stream, carried)
+        return self.leave(stream, self.attention(inputs, view, carried[0], state))
 
+    def inputs(self, stream: Tensor, carried: Carried) -> tuple[Tensor, ...]:
+        """What attention reads: one tensor `[B, T, D]`, or one each for queries, keys and values."""
+        inputs = self.attention_residual.read(stream, self.attention_norm)
+        return inputs if carried[1] is None else self._with_subspaces(inputs, carried[1])
+
+    def leave(self, stream: Tensor, y_BTD: Tensor) -> tuple[Tensor, Carried]:
+        """The rest of the block, from attention's output on."""
+        stream = self.attention_residual.write(stream, y_BTD, self.attention_norm)
         (x_BTD,) = self.mlp_residual.read(stream, self.mlp_norm)
         y_BTD, hidden_BTF = self.mlp(x_BTD)
         stream = self.mlp_residual.write(stream, y_BTD, self.mlp_norm)
@@ -150,7 +155,7 @@ class GPT(nn.Module):
         """The head: `[B, T, D]` -> `[B, T, V]`."""
         if self.config.tie_embeddings and self.config.embedding_std != STD:
             hidden_BTD = STD / self.config.embedding_std * hidden_BTD
-        logits_BTV: Tensor = F.linear(hidden_BTD, self.head_weight)
+        logits_BTV = linear(hidden_BTD, self.head_weight)
         if (cap := self.config.logit_softcap) is not None:
             logits_BTV = cap * torch.tanh(logits_BTV.float() / cap)
         return logits_BTV
@@ -163,10 +168,7 @@ class GPT(nn.Module):
         view = self.view(ids_BT, cache, **limits)
         if cache is not None:
             cache.reserve(view.start + view.length)
-        x_BTD = self.token_embedding(ids_BT)
-        if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding(view.positions_BT())
-        stream = config.residual.expand(F.dropout(x_BTD, config.dropout, self.training))
+        stream = self.embedded(ids_BT, view)
         carried: Carried = (None, None)
         balances, usage = [], {}
         for layer in range(config.n_layers):
@@ -178,8 +180,19 @@ class GPT(nn.Module):
         self.expert_usage = usage
         if cache is not None:
             cache.filled += view.length
-        y_BTD: Tensor = self.final_norm(config.residual.collapse(stream))
-        return y_BTD, balances
+        return self.collapsed(stream), balances
+
+    def collapsed(self, stream: Tensor) -> Tensor:
+        """What the head reads of the last block's stream, `[B, T, D]`."""
+        y_BTD: Tensor = self.final_norm(self.config.residual.collapse(stream))
+        return y_BTD
+
+    def embedded(self, ids_BT: Tensor, view: View) -> Tensor:
+        """The stream that the first block reads."""
+        x_BTD = self.token_embedding(ids_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding(view.positions_BT())
+        return self.config.residual.expand(F.dropout(x_BTD, self.config.dropout, self.training))
 
     def view(
         self,

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from qurve.projections.base import STD, Dims, ProjectionConfig
+from qurve.projections.functional import linear
 
 
 class Projection(nn.Module):
     """A projection's parameters with its configuration. `forward` is the configuration's own: the specification."""
+
+    stacked: Tensor | None = None
+    """The stems of this projection and of those beside it as one weight, where `qurve.projections.prepared` made it."""
 
     if TYPE_CHECKING:  # parameters are registered by name; each is a Tensor
 
@@ -79,15 +82,24 @@ def project(projections: Sequence[nn.Module], x_BTD: Tensor, other: Tensor | Non
     others = [() if other is None or reads_nothing_else(p) else (other,) for p in projections]
     rows = [p.config.stem_rows(p.dims) if is_bare(p) else 0 for p in projections]
     fused = [p for p, n in zip(projections, rows, strict=True) if n and isinstance(p, Projection)]
-    weights = [p.config.stem(p) for p in fused]
-    if len(weights) < 2 or len({weight.dtype for weight in weights}) > 1:
+    weight = stacked(fused)
+    if weight is None:
         return [p(x_BTD, *also) for p, also in zip(projections, others, strict=True)]
-    weight = torch.cat(weights)
-    stems = torch.split(F.linear(x_BTD.to(weight.dtype), weight), rows, dim=-1)
+    stems = torch.split(linear(x_BTD, weight), rows, dim=-1)
     return [
         p.config.head(p, stem, x_BTD, *also) if n and isinstance(p, Projection) else p(x_BTD, *also)
         for p, n, stem, also in zip(projections, rows, stems, others, strict=True)
     ]
+
+
+def stacked(projections: Sequence[Projection]) -> Tensor | None:
+    """The stems as one weight; None where there are fewer than two, or they differ in dtype."""
+    if len(projections) < 2:
+        return None
+    if projections[0].stacked is not None:
+        return projections[0].stacked
+    weights = [p.config.stem(p) for p in projections]
+    return torch.cat(weights) if len({weight.dtype for weight in weights}) == 1 else None
 
 
 def reads_nothing_else(module: nn.Module) -> bool:
