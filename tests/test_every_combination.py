@@ -87,12 +87,13 @@ def test_nothing_later_is_seen(row: tuple[str, ...]) -> None:
 
 @every_row
 def test_one_token_at_a_time_is_the_whole_forward(row: tuple[str, ...]) -> None:
+    """In a cache that has to grow, to 50 tokens and then to the context."""
     model, ids_BT = model_of(row), tokens()
     if model.config.attends == "bidirectional":
         with pytest.raises(ValueError, match="cannot be decoded"):
             Cache(model.config, 2)
         return
-    cache = Cache(model.config, 2)
+    cache = Cache(model.config, 2, 1)
     with torch.no_grad():
         parts = [model(ids_BT[:, :50], cache, **extra(model.config))]
         parts += [model(one_B1, cache) for one_B1 in ids_BT[:, 50:].split(1, dim=1)]
@@ -118,8 +119,13 @@ def test_padding_at_the_left_changes_nothing(row: tuple[str, ...]) -> None:
             return
         cache = Cache(model.config, 2, padding_B=padding_B)
         parts = [model(ids_BT[:, :58], cache, **together)]
-        parts += [model(one_B1, cache) for one_B1 in ids_BT[:, 58:].split(1, dim=1)]
-        assert_same(torch.cat(parts, dim=1)[1, pad:], expected_TV)
+        parts += [model(one_B1, cache) for one_B1 in ids_BT[:, 58:60].split(1, dim=1)]
+        cache.select(torch.tensor([1, 1]))  # the longer one has ended; the shorter goes on, twice
+        assert (cache.filled, cache.padding_B) == (60 - pad, None)
+        parts += [model(one_B1, cache) for one_B1 in ids_BT[[1, 1], 60:].split(1, dim=1)]
+        decoded_BTV = torch.cat(parts, dim=1)
+        assert_same(decoded_BTV[1, pad:], expected_TV)
+        assert_same(decoded_BTV[0, 60:], expected_TV[60 - pad :])
 
 
 @every_row

@@ -88,7 +88,6 @@ REFUSALS: dict[str, list[tuple[str, ...]]] = {
 
 CALLS: dict[str, Callable[[], object]] = {
     "more tokens than `model.context`": lambda: built()(tokens(129)),
-    "more tokens than the cache has room for": lambda: built()(tokens(8), Cache(built().config, 1, 7)),
     "decoding, where `model.attends=bidirectional`": lambda: Cache(
         built("model.attends=bidirectional", "train.objective=mlm").config, 1
     ),

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from qurve import accounting as accounting
     from qurve import convert as convert
     from qurve import data as data
+    from qurve import generate as generate
     from qurve import presets as presets
     from qurve.model.gpt import GPT as GPT
     from qurve.projections.query import NonlinearQuery as NonlinearQuery
 
 _OBJECTS = {"NonlinearQuery": "qurve.projections.query", "GPT": "qurve.model.gpt"}
-_MODULES = ("accounting", "convert", "data", "presets")
+_MODULES = ("accounting", "convert", "data", "generate", "presets")
 
-__all__ = ["GPT", "NonlinearQuery", "accounting", "convert", "data", "presets"]
+__all__ = ["GPT", "NonlinearQuery", "accounting", "convert", "data", "generate", "presets"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ covered as soon as it is registered.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import typing
@@ -25,6 +26,7 @@ from qurve.plugins import load_plugins
 from qurve.projections import Bottleneck, Dims, Identity, Linear, MLPReuse, ProjectionConfig, Residual
 from qurve.projections.base import Moments
 from qurve.projections.module import STD, Projection, is_bare, project, reads_nothing_else
+from qurve.projections.prepared import prepare
 from qurve.zoo.projections import GatedOutput, NonlinearLoRA
 
 load_plugins()  # a kind from outside is held to the same
@@ -332,6 +334,21 @@ def test_fused_is_plain(case: Case) -> None:
         found, expected = (outputs_and_gradients(run, modules, x_BTD) for run in (fused, plain))
         for what in expected:
             assert_close(found[what], expected[what], rtol=1e-11, atol=1e-12, msg=lambda m: f"{name}, {what}: {m}")  # noqa: B023
+
+
+@every_case
+@torch.inference_mode()
+def test_prepared_is_plain(case: Case) -> None:
+    """Folded, stacked and, in float32 on a CPU with oneDNN, packed."""
+    x_BTD = torch.randn(2, 7, D, dtype=torch.float64)
+    for name, modules in companies(case).items():
+        expected = plain(modules, x_BTD)
+        for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+            same = [copy.deepcopy(module).to(dtype) for module in modules]
+            found = fused(prepare(same, dtype, pack=dtype == torch.float32), x_BTD.to(dtype))
+            for y, exact in zip(found, expected, strict=True):
+                size = max(1.0, exact.abs().max().item())
+                assert_close(y.double(), exact, rtol=0, atol=tolerance * size, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
 def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:

@@ -47,6 +47,10 @@ class Tokenizer(ABC):
 
     def decode(self, ids: Iterable[int] | npt.NDArray[Any]) -> str:
         """The text of some ids; the end-of-text id is written as `<|endoftext|>`, broken UTF-8 as U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int] | npt.NDArray[Any]) -> bytes:
+        """The same as bytes: a token may end within a character. Raises `BadInput` for an id that is none of its."""
         array = np.asarray(list(ids), dtype=np.int64)
         bad = array[(array < 0) | (array >= self.n_ids)]
         if bad.size:
@@ -56,7 +60,7 @@ class Tokenizer(ABC):
         for end in [*np.flatnonzero(array == self.eot).tolist(), len(array)]:
             pieces.append(self._decode_bytes(array[start:end]))
             start = end + 1
-        return END_OF_TEXT.encode().join(pieces).decode("utf-8", errors="replace")
+        return END_OF_TEXT.encode().join(pieces)
 
     @abstractmethod
     def _decode_bytes(self, ids: npt.NDArray[np.int64]) -> bytes: ...

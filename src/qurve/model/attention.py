@@ -32,6 +32,9 @@ class HeadNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Multi-head attention: `softmax(scale * q k^T + mask) v`, then the output projection."""
 
+    together = ("query", "key", "value")
+    """Projections of one input, which `project` runs as one product."""
+
     query: Projection
     key: Projection
     value: Projection
@@ -52,18 +55,26 @@ class Attention(nn.Module):
     def forward(
         self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None = None, state: Any = None
     ) -> Tensor:
-        y_BHTE = self.mixed(inputs, view, hidden, state)
-        x_BTD = inputs[0][..., : self.config.d_model]
-        y_BTD = project([self.output], y_BHTE.transpose(1, 2).flatten(2), x_BTD)[0]
+        return self.leave(self.mixed(inputs, view, hidden, state).transpose(1, 2).flatten(2), inputs[0])
+
+    def leave(self, y_BTO: Tensor, x_BTD: Tensor) -> Tensor:
+        """From the heads' outputs, side by side, to the model's width; `x_BTD` is the block's input."""
+        y_BTD = project([self.output], y_BTO, x_BTD[..., : self.config.d_model])[0]
         return F.dropout(y_BTD, self.config.dropout, self.training)
 
     # What other mixers replace: the whole way to the heads' outputs, or one stretch of it.
 
     def mixed(self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None, state: Any) -> Tensor:
         """The heads' outputs `[B, H, T, E]`."""
+        return self.mix(*self.enter(inputs, view, hidden, state), view, state)
+
+    def enter(
+        self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as they meet, `[B, H or G, T, E]`."""
         q_BHTE, k_BGTE, v_BGTE = (self.heads(t) for t in self.projected(inputs, view, hidden, state))
         q_BHTE, k_BGTE = (self.rotated(t, view) for t in (self.query_norm(q_BHTE), self.key_norm(k_BGTE)))
-        return self.mix(q_BHTE, k_BGTE, v_BGTE, view, state)
+        return q_BHTE, k_BGTE, v_BGTE
 
     def projected(self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None, state: Any) -> list[Tensor]:
         """Queries, keys and values `[B, T, O]`; one matrix product where they have one input."""
@@ -104,7 +115,8 @@ class Attention(nn.Module):
 
 
 SHORT = 128
-"""Up to this many tokens torch's CPU attention is about twice as fast in float32 as in bf16 (forward and backward)."""
+"""Up to this many tokens torch's CPU attention is about twice as fast in float32 as in bf16 (forward and backward). For
+one query it is so at any length."""
 
 
 def attend(
@@ -118,6 +130,9 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """`softmax(scale * q k^T + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it."""
+    alike = q_BHTE.dtype == k_BGSE.dtype == v_BGSE.dtype
+    if not alike and not torch.is_autocast_enabled(q_BHTE.device.type):  # which gives all three one dtype
+        q_BHTE, k_BGSE = q_BHTE.to(v_BGSE.dtype), k_BGSE.to(v_BGSE.dtype)
     if softcap is not None:
         return _attend_capped(q_BHTE, k_BGSE, v_BGSE, mask, scale, dropout, softcap)
     mask_TS, is_causal = mask
@@ -131,10 +146,10 @@ def attend(
         dropout_p=dropout,
         enable_gqa=q_BHTE.shape[1] != k_BGSE.shape[1],
     )
-    if q_BHTE.device.type == "cpu" and k_BGSE.shape[2] <= SHORT:
+    if q_BHTE.device.type == "cpu" and (k_BGSE.shape[2] <= SHORT or q_BHTE.shape[2] == 1):
         with torch.autocast("cpu", enabled=False):
             return attention(wide(q_BHTE), wide(k_BGSE), wide(v_BGSE))
-    return attention(q_BHTE, k_BGSE, v_BGSE)  # autocast gives all three one dtype
+    return attention(q_BHTE, k_BGSE, v_BGSE)
 
 
 def _attend_in_blocks(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:

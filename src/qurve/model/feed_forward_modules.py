@@ -34,6 +34,8 @@ class DenseFeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     """`(a(x W_gate) * x W_up) W_down`. Returns its output and the gated hidden activations."""
 
+    together = ("gate", "up")
+
     def __init__(self, config: ModelConfig, kind: Gated | MixtureOfExperts) -> None:
         super().__init__()
         self.kind, self.dropout = kind, config.dropout

@@ -25,6 +25,7 @@ from qurve.model.view import View
 from qurve.ops.cross_entropy import capped, linear_cross_entropy
 from qurve.projections import Linear
 from qurve.projections.base import STD
+from qurve.projections.functional import linear
 from qurve.runfolder import RunFolder
 
 Carried = tuple[Tensor | None, Tensor | None]
@@ -59,13 +60,17 @@ class Block(nn.Module):
     def forward(
         self, stream: Tensor, view: View, carried: Carried = (None, None), state: Any = None
     ) -> tuple[Tensor, Carried]:
-        hidden_BTF, routed_BTW = carried
-        inputs = self.attention_residual.read(stream, self.attention_norm)
-        if routed_BTW is not None:
-            inputs = self._with_subspaces(inputs, routed_BTW)
-        y_BTD = self.attention(inputs, view, hidden_BTF, state)
-        stream = self.attention_residual.write(stream, y_BTD, self.attention_norm)
+        inputs = self.inputs(stream, carried)
+        return self.leave(stream, self.attention(inputs, view, carried[0], state))
 
+    def inputs(self, stream: Tensor, carried: Carried) -> tuple[Tensor, ...]:
+        """What attention reads: one tensor `[B, T, D]`, or one each for queries, keys and values."""
+        inputs = self.attention_residual.read(stream, self.attention_norm)
+        return inputs if carried[1] is None else self._with_subspaces(inputs, carried[1])
+
+    def leave(self, stream: Tensor, y_BTD: Tensor) -> tuple[Tensor, Carried]:
+        """The rest of the block, from attention's output on."""
+        stream = self.attention_residual.write(stream, y_BTD, self.attention_norm)
         (x_BTD,) = self.mlp_residual.read(stream, self.mlp_norm)
         y_BTD, hidden_BTF = self.mlp(x_BTD)
         stream = self.mlp_residual.write(stream, y_BTD, self.mlp_norm)
@@ -149,7 +154,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """The head: `[B, T, D]` -> `[B, T, V]`."""
-        logits_BTV: Tensor = F.linear(self._scaled(hidden_BTD), self.head_weight)
+        logits_BTV = linear(self._scaled(hidden_BTD), self.head_weight)
         return logits_BTV if self.config.logit_softcap is None else capped(logits_BTV, self.config.logit_softcap)
 
     def _scaled(self, hidden_BTD: Tensor) -> Tensor:
@@ -164,10 +169,9 @@ class GPT(nn.Module):
         """All but the head: `[B, T, D]`, and the weighted load-balancing loss of each block that has one."""
         config = self.config
         view = self.view(ids_BT, cache, **limits)
-        x_BTD = self.token_embedding(ids_BT)
-        if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding(view.positions_BT())
-        stream = config.residual.expand(F.dropout(x_BTD, config.dropout, self.training))
+        if cache is not None:
+            cache.reserve(view.start + view.length)
+        stream = self.embedded(ids_BT, view)
         carried: Carried = (None, None)
         balances, usage = [], {}
         for layer in range(config.n_layers):
@@ -179,8 +183,19 @@ class GPT(nn.Module):
         self.expert_usage = usage
         if cache is not None:
             cache.filled += view.length
-        y_BTD: Tensor = self.final_norm(config.residual.collapse(stream))
-        return y_BTD, balances
+        return self.collapsed(stream), balances
+
+    def collapsed(self, stream: Tensor) -> Tensor:
+        """What the head reads of the last block's stream, `[B, T, D]`."""
+        y_BTD: Tensor = self.final_norm(self.config.residual.collapse(stream))
+        return y_BTD
+
+    def embedded(self, ids_BT: Tensor, view: View) -> Tensor:
+        """The stream that the first block reads."""
+        x_BTD = self.token_embedding(ids_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding(view.positions_BT())
+        return self.config.residual.expand(F.dropout(x_BTD, self.config.dropout, self.training))
 
     def view(
         self,
@@ -195,8 +210,6 @@ class GPT(nn.Module):
         config, start, length = self.config, 0 if cache is None else cache.filled, ids_BT.shape[1]
         if start + length > config.context:
             raise ValueError(f"{start + length} tokens do not fit the model's context of {config.context}")
-        if cache is not None and start + length > cache.length:
-            raise ValueError(f"the cache has room for {cache.length} tokens; {start + length} are needed")
         if cache is not None and padding_B is not None:
             raise ValueError("give padding_B to the cache, which keeps it for the tokens to come")
         if (prefix_B is not None) != (config.attends == "prefix" and start == 0):

@@ -42,7 +42,10 @@ class MixerConfig(Choice):
         raise NotImplementedError
 
     def state(self, config: ModelConfig, batch: int, length: int, **factory: Any) -> Any:
-        """What decoding keeps, with room for `length` tokens; `factory` has `device` and `dtype`."""
+        """What decoding keeps: a `qurve.model.cache.State`, which has room for `length` tokens and can grow.
+
+        `factory` has `device` and `dtype`.
+        """
         raise NotImplementedError
 
     def num_params(self, config: ModelConfig) -> int:

@@ -20,9 +20,40 @@ SECOND_MOMENT: dict[Activation, float] = {"gelu": 0.4252, "relu": 0.5, "relu2": 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x W^T + b` in the compute dtype: `[…, in]`, `[out, in]` -> `[…, out]`."""
+    import torch
     import torch.nn.functional as F
 
+    bias = None if bias is None else bias.to(weight.dtype)
+    if weight.device.type == "cpu" and not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            if x.numel() == x.shape[-1]:
+                return _summed(x, weight, bias)
+        elif torch.is_inference_mode_enabled() and (weight.is_mkldnn or _plain_float32(weight)):
+            found: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(weight.dtype), weight, bias, "none", [], "")
+            return found
     return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def _summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same for one row, written as a sum: the compiler makes one pass over the weight of it, as fast as memory is;
+    libraries' products take up to twice as long."""
+    y = (wide(weight) * wide(x).reshape(-1)).sum(-1).to(weight.dtype).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def _plain_float32(weight: Tensor) -> bool:
+    """Whether oneDNN's product, faster on a CPU than the one behind `F.linear`, can be had without packing. (In the
+    half precisions both are one.)"""
+    import torch
+
+    return weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu") and has_onednn()
+
+
+def has_onednn() -> bool:
+    """Whether this build of torch carries oneDNN's products with packed weights."""
+    import torch
+
+    return bool(torch.backends.mkldnn.enabled) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
@@ -73,7 +104,9 @@ def fold(kind: Norm, weight: Tensor, gain: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """float32 for half-precision input; float32 and float64 stay."""
+    """float32 for half-precision input; float32 and float64 stay. A packed weight is laid out plainly again."""
     import torch
 
+    if x.is_mkldnn:
+        return x.to_dense(torch.float32)
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

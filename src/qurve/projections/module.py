@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from qurve.ops import compiled
 from qurve.ops.heads import Impl, Way, check_impl, choose, no_triton
 from qurve.projections.base import STD, Dims, ProjectionConfig
+from qurve.projections.functional import linear
 
 
 class Projection(nn.Module):
@@ -21,6 +21,9 @@ class Projection(nn.Module):
 
     impl: Impl = "auto"
     """How the head is run, where it is heavy; `set_impl` changes it."""
+
+    stacked: Tensor | None = None
+    """The stems of this projection and of those beside it as one weight, where `qurve.projections.prepared` made it."""
 
     if TYPE_CHECKING:  # parameters are registered by name; each is a Tensor
 
@@ -113,11 +116,10 @@ def project(projections: Sequence[nn.Module], x_BTD: Tensor, other: Tensor | Non
     others = [() if other is None or reads_nothing_else(p) else (other,) for p in projections]
     rows = [p.config.stem_rows(p.dims) if is_bare(p) else 0 for p in projections]
     fused = [p for p, n in zip(projections, rows, strict=True) if n and isinstance(p, Projection)]
-    weights = [p.config.stem(p) for p in fused]
-    if len(weights) < 2 or len({weight.dtype for weight in weights}) > 1:
+    weight = stacked(fused)
+    if weight is None:
         return [p(x_BTD, *also) for p, also in zip(projections, others, strict=True)]
-    weight = torch.cat(weights)
-    stems = torch.split(F.linear(x_BTD.to(weight.dtype), weight), rows, dim=-1)
+    stems = torch.split(linear(x_BTD, weight), rows, dim=-1)
     return [
         p.head(p.way(x_BTD), stem, x_BTD, *also) if n and isinstance(p, Projection) else p(x_BTD, *also)
         for p, n, stem, also in zip(projections, rows, stems, others, strict=True)
@@ -125,8 +127,8 @@ def project(projections: Sequence[nn.Module], x_BTD: Tensor, other: Tensor | Non
 
 
 def set_impl(model: nn.Module, impl: Impl) -> None:
-    """Have every projection of `model` with a heavy head run it so; see `qurve.ops.heads`. It is execution, not architecture:
-    no state dict holds it. What somebody has wrapped, hooked, quantised or parametrised takes its own forward still.
+    """Have every projection of `model` with a heavy head run it so; see `qurve.ops.heads`. It is execution, not
+    architecture: no state dict holds it. What somebody has wrapped, hooked, quantised or parametrised takes its own forward still.
 
     Raises `BadInput`, with nothing changed, for an unknown word, and for `triton` where one of them has no kernel.
     """
@@ -136,6 +138,16 @@ def set_impl(model: nn.Module, impl: Impl) -> None:
         check_impl(impl, module.config.triton_refusal(module.dims) or no_triton("cuda"))
     for module in heavy:
         module.impl = impl
+
+
+def stacked(projections: Sequence[Projection]) -> Tensor | None:
+    """The stems as one weight; None where there are fewer than two, or they differ in dtype."""
+    if len(projections) < 2:
+        return None
+    if projections[0].stacked is not None:
+        return projections[0].stacked
+    weights = [p.config.stem(p) for p in projections]
+    return torch.cat(weights) if len({weight.dtype for weight in weights}) == 1 else None
 
 
 def reads_nothing_else(module: nn.Module) -> bool:

@@ -75,8 +75,8 @@ class TrainConfig:
     compile: bool = True
     """Compile the training step where a C++ compiler is found (on a GPU: always)."""
     head_impl: Impl = "auto"
-    """How the heads of nonlinear projections are run (`qurve.ops.heads`): the same numbers but for the last bits, for whose
-    sake it counts as part of the configuration, as `threads` does. `compiled` is for `compile = false`."""
+    """How the heads of nonlinear projections are run (`qurve.ops.heads`): the same numbers but for the last bits, for
+    whose sake it counts as part of the configuration, as `threads` does. `compiled` is for `compile = false`."""
     threads: int | None = None
     """CPU threads; None takes all cores. Part of the configuration, since it decides the last bits of a sum."""
     device: str = "auto"

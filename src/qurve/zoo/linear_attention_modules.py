@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qurve.model.attention import Attention
+from qurve.model.cache import State
 from qurve.model.config import ModelConfig
 from qurve.model.view import View
 from qurve.projections.functional import wide
@@ -22,7 +23,7 @@ EPS = 1e-6
 """Added to the denominator, which a token has at zero when its features (relu's, say) meet none of the keys'."""
 
 
-class Sums:
+class Sums(State):
     """Over all tokens so far: `psi(k) v^T`, `[B, G, E, E]`, and `psi(k)`, `[B, G, E]`; in float32 or wider."""
 
     def __init__(self, config: ModelConfig, batch: int, *, dtype: torch.dtype | None = None, **factory: Any) -> None:

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from qurve.model.attention import Attention, average
+from qurve.model.cache import State
 from qurve.model.config import ModelConfig
 from qurve.model.view import View
 from qurve.projections.functional import wide
 from qurve.projections.module import project
 
 
-class Values:
+class Values(State):
     """Values of one block, `[B, G, T, E]`, with room for `length` tokens."""
+
+    per_token = ("values",)
 
     def __init__(self, config: ModelConfig, batch: int, length: int, **factory: Any) -> None:
         self.values = torch.zeros(batch, config.kv_heads, length, config.head_width, **factory)

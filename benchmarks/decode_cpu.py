@@ -1,0 +1,325 @@
+"""Decoding on the CPU: our linear and nonlinear queries, nanoGPT's `generate` and Hugging Face's, in one process.
+
+    python benchmarks/decode_cpu.py --peer PATH_TO_A_NANOGPT_CHECKOUT --rounds 1
+    python benchmarks/decode_cpu.py --hugging-face --rounds 5
+
+All sides have the same weights (but for the nonlinear query's own), which is checked first: logits, and the tokens that
+the greedy choice takes. Preparing, warm-up and compilation come before the first round and are stated apart. The sides
+take turns, in an order that rotates from round to round; ratios are taken within a round, and the memory's bandwidth
+(the sum of a large array) is measured in each. Prints a table, then one JSON line.
+
+nanoGPT samples 512 tokens after one, at 124 M parameters for about three minutes, so give that run few rounds. Hugging
+Face's GPT-2 continues 128 tokens at batch 1 and 8, in float32 and bf16; a prompt alone is timed apart. Its activation
+is the exact GELU here, as in ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from train_cpu import _import_peer, _spread
+
+from qurve.convert import load_checkpoint
+from qurve.generate.decoder import Decoder
+from qurve.model.gpt import GPT
+from qurve.projections import Bottleneck
+from qurve.train.runtime import available_cores
+
+Side = Callable[[], dict[str, float]]
+"""Runs once; seconds per `step` (one token of each sequence) and, where it is timed apart, for the `prompt`."""
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+PROMPT, TOLERANCE = 128, 1e-4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--peer", type=Path, help="checkout of nanoGPT, to race against its generate")
+    which.add_argument("--hugging-face", action="store_true", help="race against transformers' generate")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=50304)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="for Hugging Face: 1 8")
+    parser.add_argument("--new", type=int, default=32, help="new tokens in a round; nanoGPT is given 512")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    new = 512 if options.peer else options.new
+
+    shape = {
+        "block_size": options.context,
+        "vocab_size": options.vocab,
+        "n_layer": options.layers,
+        "n_head": options.heads,
+        "n_embd": options.width,
+    }
+    peer, linear = _nanogpt(options.peer, shape) if options.peer else _hugging_face(shape)
+    models = {"linear": linear, "nonlinear": _with_nonlinear_queries(linear)}
+    differences = _same_tokens(peer, linear)
+
+    ways = ("eager",) if options.eager else ("compiled",) if options.peer else ("eager", "compiled")
+    sides: dict[str, Side] = {}
+    decoders: dict[str, _Ours] = {}
+    for batch in options.batches:
+        for precision, dtype in DTYPES.items():
+            if options.hugging_face:
+                sides[f"hugging-face {precision} {batch}"] = _TheirGenerate(peer, dtype, batch, new)
+            for query, model in models.items():
+                for how in ways if batch == 1 else ("eager",):
+                    name = f"{query} {how} {precision} {batch}"
+                    sides[name] = decoders[name] = _Ours(model, dtype, batch, new, how == "compiled", options.peer)
+    if options.peer:
+        sides["nanogpt float32 1"] = _NanoGenerate(peer, new)
+    rounds = _race(sides, options.rounds)
+
+    bandwidth = rounds.pop("bandwidth")["bytes_per_s"]
+    found = {name: {what: statistics.median(v) for what, v in timed.items()} for name, timed in rounds.items()}
+    share = {
+        name: statistics.median(
+            ours.bytes_per_step / t / b for t, b in zip(rounds[name]["step"], bandwidth, strict=True)
+        )
+        for name, ours in decoders.items()
+    }
+    ratios = _ratios(rounds)
+    print(f"memory bandwidth {_spread([b / 1e9 for b in bandwidth], '6.1f')} GB/s")
+    for name, timed in rounds.items():
+        batch = int(name.split()[-1])
+        speed = _spread([batch / t for t in timed["step"]], "7.1f")
+        prompt = f"   prompt of {PROMPT}: {found[name]['prompt']:6.3f} s" if "prompt" in timed else ""
+        of = f"   {share[name]:.0%} of the bandwidth" if name in share else ""
+        print(f"{name:>30}  {speed} tokens/s{prompt}{of}")
+    for name, values in ratios.items():
+        print(f"{name:>60}  {_spread(values, '7.3f')}")
+    print(
+        json.dumps(
+            {
+                "benchmark": "decode_cpu",
+                "ratios": {name: statistics.median(values) for name, values in ratios.items()},
+                "seconds": found,
+                "bandwidth_share": share,
+                "bandwidth_bytes_per_s": statistics.median(bandwidth),
+                "setup_seconds": {name: ours.setup for name, ours in decoders.items()},
+                "differences": differences,
+                "rounds": {**rounds, "bandwidth": bandwidth, "ratios": ratios},
+                "shape": {**shape, "prompt": 1 if options.peer else PROMPT, "new": new, "rounds": options.rounds},
+                "threads": options.threads,
+                "torch": torch.__version__,
+                "machine": _processor(),
+            }
+        )
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- sides
+
+
+class _Ours:
+    """A decoder of ours, warmed up. `setup` says how long that took; `bytes_per_step`, what one step has to read."""
+
+    def __init__(self, model: GPT, dtype: torch.dtype, batch: int, new: int, compiled: bool, samples: object) -> None:
+        self.batch, self.new, self.samples = batch, new, bool(samples)
+        self.prompt = torch.randint(
+            50257, (batch, 1 if samples else PROMPT), generator=torch.Generator().manual_seed(1)
+        )
+        started = time.perf_counter()
+        self.decoder = Decoder(model, batch, None, PROMPT + new, dtype, compile=compiled)
+        prepared = time.perf_counter()
+        self.decoder.read(self.prompt)
+        self.decoder.read(self.prompt[:, :1])
+        self.setup = {"prepare": prepared - started, "first_tokens": time.perf_counter() - prepared}
+        ready, cache = self.decoder.model, self.decoder.cache
+        matrices = [p for block in ready.blocks for p in _read_by(block)]
+        weights = sum(p.numel() * p.element_size() for p in [*matrices, ready.head_weight])
+        row = sum(s.keys[:, :, 0].numel() + s.values[:, :, 0].numel() for s in cache.states) * dtype.itemsize
+        self.bytes_per_step = weights + row * (self.prompt.shape[1] + new / 2)
+
+    def __call__(self) -> dict[str, float]:
+        cache = self.decoder.cache
+        cache.filled = 0
+        started = time.perf_counter()
+        logits_BV = self.decoder.read(self.prompt)
+        token_B1 = self.chosen(logits_BV)
+        read = time.perf_counter()
+        for _ in range(self.new - 1 if self.samples else self.new):
+            token_B1 = self.chosen(self.decoder.read(token_B1))
+        ended = time.perf_counter()
+        if self.samples:
+            return {"step": (ended - started) / self.new}
+        return {"prompt": read - started, "step": (ended - read) / self.new}
+
+    def chosen(self, logits_BV: Tensor) -> Tensor:
+        if self.samples:
+            return torch.multinomial(logits_BV.softmax(-1), num_samples=1)
+        return logits_BV.argmax(-1, keepdim=True)
+
+
+def _ids(batch: int, length: int) -> Tensor:
+    return torch.randint(50257, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def _read_by(block: nn.Module) -> list[Tensor]:
+    """The matrices that one token is multiplied by, in a prepared block."""
+    attention, mlp = block.attention, block.mlp
+    found = [attention.query.stacked, attention.output.weight, mlp.up.weight, mlp.down.weight]
+    return [*found, w2] if (w2 := attention.query.get("w2")) is not None else found
+
+
+class _NanoGenerate:
+    def __init__(self, model: nn.Module, new: int) -> None:
+        self.model, self.new = model, new
+        model.generate(torch.zeros(1, 1, dtype=torch.long), 3)
+
+    def __call__(self) -> dict[str, float]:
+        started = time.perf_counter()
+        self.model.generate(torch.zeros(1, 1, dtype=torch.long), self.new)
+        return {"step": (time.perf_counter() - started) / self.new}
+
+
+class _TheirGenerate:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, batch: int, new: int) -> None:
+        self.model = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+        self.new = new
+        self.prompt = _ids(batch, PROMPT)
+        self.seconds(3)
+
+    def seconds(self, new: int) -> float:
+        started = time.perf_counter()
+        self.model.generate(
+            self.prompt,
+            attention_mask=torch.ones_like(self.prompt),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return time.perf_counter() - started
+
+    def __call__(self) -> dict[str, float]:
+        prompt = self.seconds(1)
+        return {"prompt": prompt, "step": (self.seconds(1 + self.new) - prompt) / self.new}
+
+
+def _race(sides: dict[str, Side], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """What every side took in every round, and the bandwidth; who goes first rotates."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in [*sides, "bandwidth"]}
+    memory, names = torch.ones(1 << 27), list(sides)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for what, value in sides[name]().items():
+                found[name].setdefault(what, []).append(value)
+        found["bandwidth"].setdefault("bytes_per_s", []).append(
+            memory.nbytes / min(_timed(memory.sum) for _ in range(9))
+        )
+    return found
+
+
+def _timed(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def _ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
+    """How many times as fast as the other ours is, or, of the nonlinear query, how many times as long it takes."""
+    ratios: dict[str, list[float]] = {}
+    for name, timed in rounds.items():
+        side, *rest = name.split()
+        if side == "nonlinear":
+            usual = rounds[" ".join(["linear", *rest])]
+            ratios[f"time of {name} to linear"] = [a / b for a, b in zip(timed["step"], usual["step"], strict=True)]
+        for other, theirs in rounds.items():
+            against, *its = other.split()
+            if side not in ("linear", "nonlinear") or against in ("linear", "nonlinear") or its[-1] != rest[-1]:
+                continue
+            if against == "nanogpt" or its[0] == rest[1]:
+                for what in timed.keys() & theirs.keys():
+                    speedup = [b / a for a, b in zip(timed[what], theirs[what], strict=True)]
+                    ratios[f"{name} against {against}, {what}"] = speedup
+    return ratios
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def _nanogpt(checkout: Path, shape: dict[str, int]) -> tuple[nn.Module, GPT]:
+    """nanoGPT's model and ours, with the same weights."""
+    peer = _import_peer(checkout)
+    torch.manual_seed(0)
+    arguments = {**shape, "dropout": 0.0, "bias": False}
+    theirs: nn.Module = peer.GPT(peer.GPTConfig(**arguments)).eval()
+    return theirs, _converted(theirs.state_dict(), arguments)
+
+
+def _hugging_face(shape: dict[str, int]) -> tuple[nn.Module, GPT]:
+    """Hugging Face's GPT-2 and ours, with the same weights. It multiplies by its matrices from the other side."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_positions=shape["block_size"],
+        **{name: shape[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
+        activation_function="gelu",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    )
+    theirs = GPT2LMHeadModel(config).eval()
+    turned = {f"{name}.weight" for name, module in theirs.named_modules() if isinstance(module, Conv1D)}
+    weights = {name: p.t().contiguous() if name in turned else p for name, p in theirs.state_dict().items()}
+    return theirs, _converted(weights, {**shape, "dropout": 0.0, "bias": True})
+
+
+def _converted(weights: dict[str, Tensor], arguments: dict[str, Any]) -> GPT:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"model": weights, "model_args": arguments}, f"{folder}/ckpt.pt")
+        return load_checkpoint(f"{folder}/ckpt.pt")
+
+
+def _with_nonlinear_queries(linear: GPT) -> GPT:
+    """The same model with the paper's queries, as they start."""
+    model = GPT(dataclasses.replace(linear.config, query=Bottleneck())).eval()
+    own = model.state_dict()
+    model.load_state_dict({**own, **{name: p for name, p in linear.state_dict().items() if name in own}})
+    return model
+
+
+@torch.no_grad()
+def _same_tokens(theirs: nn.Module, ours: GPT) -> dict[str, float]:
+    """By how much the logits differ, and that greedy tokens do not. Too large a difference ends the benchmark."""
+    ids_BT = _ids(1, 24)
+    decoder = Decoder(ours, 1, None, 64)
+    logits_BV, worst = decoder.read(ids_BT), 0.0
+    for _ in range(8):
+        found = theirs(ids_BT)
+        expected_BV = (found[0] if isinstance(found, tuple) else found.logits)[:, -1].float()
+        worst = max(worst, (logits_BV - expected_BV).abs().max().item())
+        token_B1 = expected_BV.argmax(-1, keepdim=True)
+        if worst > TOLERANCE or not torch.equal(token_B1, logits_BV.argmax(-1, keepdim=True)):
+            raise SystemExit(f"the two do not compute the same: their logits differ by {worst}")
+        ids_BT, logits_BV = torch.cat([ids_BT, token_B1], dim=1), decoder.read(token_B1)
+    return {"logits": worst}
+
+
+def _processor() -> str:
+    cpus = Path("/proc/cpuinfo")
+    named = [line for line in cpus.read_text().splitlines() if line.startswith("model name")] if cpus.is_file() else []
+    return named[0].partition(":")[2].strip() if named else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

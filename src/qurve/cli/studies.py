@@ -1,0 +1,163 @@
+"""The commands of studies: compare, report, study, watch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from rich.console import Console
+from tyro.conf import Positional, UseAppendAction, arg
+
+from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option, plain
+from qurve.errors import EXIT_FAILED, BadInput
+from qurve.files import LOCK
+
+MOST_SEEDS = 1000
+
+
+def compare(
+    study: Annotated[
+        Positional[str],
+        arg(
+            metavar="STUDY",
+            help="A built-in study (small, paper, zoo) or a Python file exposing STUDY; with --grid, a preset.",
+        ),
+    ] = "small",
+    grid: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        option(metavar="PATH=V1,V2", help="Compare these values of a field; again for another: every combination."),
+    ] = (),
+    data: Data = None,
+    out: Annotated[Path | None, option(metavar="DIR", help="The study's folder. Default: runs/STUDY.")] = None,
+    seeds: Annotated[
+        int | None, option(metavar="N", help="Number of seeds, 1 to N, instead of the study's own.")
+    ] = None,
+    workers: Annotated[
+        int | None, option(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
+    ] = None,
+    retries: Annotated[
+        int, option(metavar="N", help="Times that a failed run is tried again, from its checkpoint. Default: 1.")
+    ] = 1,
+    ray: Annotated[
+        str | None, option(metavar="auto|HOST:PORT", help="Make the runs on a Ray cluster; auto: find or start one.")
+    ] = None,
+    cpus_per_run: Annotated[
+        int | None, option(metavar="N", help="With --ray: CPUs of each run, and its threads. Default: 1.")
+    ] = None,
+    gpus_per_run: Annotated[
+        float | None, option(metavar="X", help="With --ray: GPUs of each run, or a share of one. Default: 0.")
+    ] = None,
+    steps: Annotated[int | None, option(metavar="N", help="Steps of every run, instead of the study's own.")] = None,
+    device: Device = None,
+    settings: Settings = (),
+    as_json: Json = False,
+) -> int:
+    """Train every arm of a study with the same seeds on the same batches, then report which differences are real.
+
+    Runs that are finished already are kept and unfinished ones continued: the same command goes on with a study that
+    was cut short.
+    """
+    from qurve.study.definition import grid_study, load_study
+    from qurve.study.execute import run_study
+    from qurve.study.on_ray import Cluster
+
+    flags = given(steps=steps, device=device)
+    chosen = grid_study(study, grid, settings).change(**flags) if grid else load_study(study).change(settings, **flags)
+    if seeds is not None:
+        at_least("--seeds", seeds, 1)
+        if seeds > MOST_SEEDS:
+            raise BadInput(f"--seeds {seeds}: at most {MOST_SEEDS}")
+        chosen = dataclasses.replace(chosen, seeds=tuple(range(1, seeds + 1)))
+    if workers is not None:
+        at_least("--workers", workers, 1)
+    at_least("--retries", retries, 0)
+    share = given(cpus_per_run=cpus_per_run, gpus_per_run=gpus_per_run)
+    if ray is None and share:
+        raise BadInput("--cpus-per-run and --gpus-per-run belong to --ray")
+    if ray is not None and workers is not None:
+        raise BadInput("--workers is for this machine; with --ray, the cluster's size and --cpus-per-run decide")
+    cluster = None if ray is None else Cluster(ray, **share)
+    folder = out or Path("runs") / chosen.name
+    _refuse_foreign_study(folder)
+    config = chosen.arms[0].config.data
+    if data is not None:
+        config = dataclasses.replace(config, path=str(data))
+    console = console_for(as_json)
+    command = " ".join(["qurve", *sys.argv[1:]])
+    with data_in(folder, config) as opened:
+        failed = run_study(
+            chosen,
+            folder,
+            opened,
+            command=command,
+            workers=workers,
+            cluster=cluster,
+            retries=retries,
+            say=plain(console),
+        )
+    _show_report(folder, console, as_json)
+    for name, reason in failed.items():
+        console.print(f"failed: {name}: {reason}", markup=False, highlight=False)
+    return EXIT_FAILED if failed else 0
+
+
+def report(
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, finished or not.")],
+    as_json: Json = False,
+) -> int:
+    """Write a study's report anew from its runs: report.html, table.csv, table.tex, figures."""
+    _show_report(folder, console_for(as_json), as_json)
+    return 0
+
+
+def study(
+    action: Annotated[Positional[Literal["status"]], arg(help="What to do with the study.")],
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, or a run's.")],
+    as_json: Json = False,
+) -> int:
+    """Say how far a study's runs are, from its folder alone: it may be at work anywhere."""
+    from qurve.study.watch import Watched, status_json, status_table
+
+    watched = Watched(folder)
+    if as_json:
+        print(status_json(watched.look()))
+    else:
+        Console().print(status_table(watched.look()))
+    return 0
+
+
+def watch(
+    folder: Annotated[Positional[Path], arg(metavar="RUN|STUDY", help="A run's folder, or a study's.")],
+) -> int:
+    """Show how far a run or a study is, live, until nothing runs any more. Ctrl-C leaves; nothing else stops."""
+    from qurve.study.watch import watch as show
+
+    with contextlib.suppress(KeyboardInterrupt):
+        show(folder, Console())
+    return 0
+
+
+def _refuse_foreign_study(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder} is a file; give another --out")
+    found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+    if found and not found & {"study.json", "data", LOCK}:
+        raise BadInput(f"{folder} holds something that is not a study; give another --out")
+
+
+def _show_report(folder: Path, console: Console, as_json: bool) -> None:
+    from qurve.study.report import write_report
+    from qurve.study.results import load
+    from qurve.study.statistics import overall_verdict, summary_rows
+    from qurve.study.tables import terminal_table
+
+    page = write_report(folder)
+    results = load(folder)
+    console.print(terminal_table(results))
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps({"rows": summary_rows(results), "verdict": overall_verdict(results), "report": str(page)}))

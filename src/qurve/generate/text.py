@@ -1,0 +1,74 @@
+"""From token ids to text that can be shown while it is made, and the tokenizer of a run."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from qurve.data.loader import MANIFEST, TokenData
+from qurve.data.tokenizers import Tokenizer, load, ready_made
+from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
+
+
+class TextStream:
+    """Characters of a growing list of ids, given out as soon as they are certain, and never taken back.
+
+    A character that needs further bytes is waited for, and so is what may be the beginning of a stop string. The first
+    of those that comes up ends the text before it, wherever the borders of tokens are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string has come up."""
+
+    def push(self, token: int) -> str:
+        """What is certain after one more token."""
+        return self._give(self._characters.decode(self._tokenizer.decode_bytes([token])), final=False)
+
+    def finish(self) -> str:
+        """The rest: what was held back, and U+FFFD for a character that was never completed."""
+        return self._give(self._characters.decode(b"", final=True), final=True)
+
+    def _give(self, more: str, final: bool) -> str:
+        text = self._held + more
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        held = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters are a beginning of `stop`, which is not whole in `text`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """The tokenizer that a run's data was prepared with: that of `data`, or of the folder that the run names.
+
+    Raises `BadInput` when the data is not there any more, or is other data than the run was trained on.
+    """
+    run = RunFolder(folder)
+    stated = run.config_json()[0].get("data") or {}
+    named = Path(stated.get("path") or run.path / "data")
+    place = Path(data) if data else next((p for p in (named, run.path / "data") if p.is_dir()), None)
+    if place is None:
+        raise BadInput(
+            f"{run.path} was trained on {named}, which is not there: its tokenizer is needed; name the folder of that "
+            "data (--data DIR)"
+        )
+    opened = TokenData.open(place)
+    if opened.fingerprint != stated.get("fingerprint"):
+        raise BadInput(f"{place} is not the data that {run.path} was trained on; name that folder (--data DIR)")
+    if opened.tokenizer == "unknown":
+        raise BadInput(f"{place} does not say what its ids mean (its meta.pkl is not read); give prompts as ids")
+    return load(place) if (place / MANIFEST).exists() else ready_made(opened.tokenizer)
