@@ -157,9 +157,12 @@ def _compiled(part: Callable[..., Any], kind: str) -> Callable[..., Any]:
     setting with those it was made for, as is usual, takes as long as the piece. So each kind has a function of its own,
     as compiled code is kept by function."""
     own = types.FunctionType(part.__code__.replace(), part.__globals__, f"{part.__name__}_{kind}", part.__defaults__)
-    compiled: Callable[..., Any] = torch.compile(
-        own, fullgraph=True, dynamic=False, options={"guard_filter_fn": lambda guards: [False] * len(guards)}
-    )
+    options: dict[str, Any] = {
+        "guard_filter_fn": lambda guards: [False] * len(guards),
+        # What a product reads is computed once, not anew for each of its rows.
+        "realize_opcount_threshold": 0,
+    }
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
     return compiled
 
 
