@@ -76,7 +76,7 @@ class Projection(nn.Module):
         if way == "reference" or not is_bare(self):
             return self.config.forward(self, x_BTD, *other)
         stem = self.config.stem(self)
-        return self.head(way, F.linear(x_BTD.to(stem.dtype), stem), x_BTD, *other)
+        return self.head(way, linear(x_BTD, stem), x_BTD, *other)
 
     def way(self, x_BTD: Tensor) -> Way:
         """How the head is to be run on such an input. `BadInput` where Triton was asked for and cannot be."""
@@ -128,7 +128,8 @@ def project(projections: Sequence[nn.Module], x_BTD: Tensor, other: Tensor | Non
 
 def set_impl(model: nn.Module, impl: Impl) -> None:
     """Have every projection of `model` with a heavy head run it so; see `qurve.ops.heads`. It is execution, not
-    architecture: no state dict holds it. What somebody has wrapped, hooked, quantised or parametrised takes its own forward still.
+    architecture: no state dict holds it. What somebody has wrapped, hooked, quantised or parametrised takes its own
+    forward still.
 
     Raises `BadInput`, with nothing changed, for an unknown word, and for `triton` where one of them has no kernel.
     """

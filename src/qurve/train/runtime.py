@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import os
@@ -27,6 +28,9 @@ from qurve.train.distributed import ALONE, World, launched
 MODEST_TOKENS = {"cpu": 16_384, "cuda": 65_536}
 """Tokens of one micro-batch at most, where none is given."""
 
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""glibc's names (malloc.h) for the bytes above which it returns memory, or asks for it separately."""
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and AdamW's two moments, in float32."""
@@ -226,13 +230,28 @@ def autocast(config: RunConfig) -> torch.autocast:
     return torch.autocast(kind, torch.bfloat16, enabled=config.train.precision == "bf16")
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep large blocks for this process, for good, instead of returning each to the system.
+
+    A training step takes and frees the same gigabyte again and again; fetching its pages anew took 8 per cent of the
+    time. Elsewhere than under glibc nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 2**30)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 @contextlib.contextmanager
 def machine_settings(config: RunConfig) -> Iterator[None]:
-    """Threads and, on the CPU, deterministic algorithms: the same run twice gives the same bits."""
+    """Threads and, on the CPU, deterministic algorithms, so that the same run twice gives the same bits, and memory that
+    is kept for the next step.
+    """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.set_num_threads(config.train.threads or threads)
     if config.train.device == "cpu":
+        keep_freed_memory()
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
