@@ -27,9 +27,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from torch import Tensor, nn
-from train_cpu import _import_peer, _spread
+from train_cpu import in_words
 
 from qurve.convert import load_checkpoint
 from qurve.generate.decoder import Decoder
@@ -97,15 +98,15 @@ def main() -> None:
         for name, ours in decoders.items()
     }
     ratios = _ratios(rounds)
-    print(f"memory bandwidth {_spread([b / 1e9 for b in bandwidth], '6.1f')} GB/s")
+    print(f"memory bandwidth {in_words([b / 1e9 for b in bandwidth], '6.1f')} GB/s")
     for name, timed in rounds.items():
         batch = int(name.split()[-1])
-        speed = _spread([batch / t for t in timed["step"]], "7.1f")
+        speed = in_words([batch / t for t in timed["step"]], "7.1f")
         prompt = f"   prompt of {PROMPT}: {found[name]['prompt']:6.3f} s" if "prompt" in timed else ""
         of = f"   {share[name]:.0%} of the bandwidth" if name in share else ""
         print(f"{name:>30}  {speed} tokens/s{prompt}{of}")
     for name, values in ratios.items():
-        print(f"{name:>60}  {_spread(values, '7.3f')}")
+        print(f"{name:>60}  {in_words(values, '7.3f')}")
     print(
         json.dumps(
             {
@@ -259,7 +260,7 @@ def _ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]
 
 def _nanogpt(checkout: Path, shape: dict[str, int]) -> tuple[nn.Module, GPT]:
     """nanoGPT's model and ours, with the same weights."""
-    peer = _import_peer(checkout)
+    peer = peers.load(checkout).module
     torch.manual_seed(0)
     arguments = {**shape, "dropout": 0.0, "bias": False}
     theirs: nn.Module = peer.GPT(peer.GPTConfig(**arguments)).eval()

@@ -28,10 +28,10 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
-import nanogpt
+import peers
 import torch
 import torch.nn.functional as F
 from measuring import Results, machine, ratios, seconds_of, spread, synchronise, take_turns
@@ -194,8 +194,8 @@ def train(bench: Bench, name: str) -> dict[str, Any]:
 
 def peer(bench: Bench, name: str, checkout: Path) -> dict[str, Any]:
     """Our linear query and nanoGPT, which are the same architecture."""
-    module, (config, _) = nanogpt.load(checkout), bench.sizes.models[name]
-    difference = nanogpt.same_loss(module, config, tuple(t.cpu()[:1] for t in _batch(bench, name)))
+    peer, (config, _) = peers.load(checkout), bench.sizes.models[name]
+    difference = peers.same_loss(peer, config, tuple(t.cpu()[:1] for t in _batch(bench, name)))
     sides = {"linear": _side(bench, name, "linear"), "nanoGPT": _side(bench, name, "linear", module)}
     seconds = _race_training(bench, name, sides)
     return {
@@ -300,15 +300,15 @@ def _batch(bench: Bench, name: str) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _side(bench: Bench, name: str, query: str, theirs: ModuleType | None = None) -> Side:
+def _side(bench: Bench, name: str, query: str, theirs: peers.Peer | None = None) -> Side:
     """Our model with this query, or nanoGPT's: built, compiled, warm. Its first loss must be the eager float32 one."""
     settings = TrainConfig(device=bench.device, precision="bf16")
     run = RunConfig(_config(bench, name, query), train=settings)
     bench.forget_peak()
     base, batch = bench.allocated(), _batch(bench, name)
-    model = GPT(run.model) if theirs is None else nanogpt.build(theirs, run.model)
+    model = GPT(run.model) if theirs is None else peers.build(theirs, run.model)
     model.to(bench.device)
-    optimizer = build_optimizer(model, settings) if theirs is None else nanogpt.optimizer(model, bench.device)
+    optimizer = build_optimizer(model, settings) if theirs is None else peers.optimizer(model, bench.device)
     module = Loss(model) if isinstance(model, GPT) else model
     compiled = bench.compiled(module)
 

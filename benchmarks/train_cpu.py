@@ -1,28 +1,35 @@
-"""Training throughput on the CPU: our linear and nonlinear queries, and nanoGPT's model, in one process.
+"""Training throughput and memory on the CPU: our linear and nonlinear queries, nanoGPT's model and the authors'.
 
-    python benchmarks/train_cpu.py --peer PATH_TO_A_NANOGPT_CHECKOUT
+    python benchmarks/train_cpu.py --peer NANOGPT_CHECKOUT --authors AUTHORS_CHECKOUT [--out FILE]
 
-Each side trains as its own trainer does on a CPU: nanoGPT compiled, in float32, with the optimiser that it configures;
-ours compiled, in bf16 where the processor multiplies it, deterministic. The sides take turns, in an order that rotates
-from round to round; the ratios are taken within a round. Compilation and warm-up come before the first round. First the
-two models are given the same weights, and must give the same loss. Prints a table, then one JSON line.
+Each side trains as its own trainer does on a CPU: theirs compiled, in float32, with the optimiser that they configure;
+ours compiled, in bf16 where the processor multiplies it, deterministic. Every side has a process of its own, so that no
+setting of one reaches another and memory can be told apart; they take turns, in an order that rotates from round to
+round, and ratios are taken within a round. So is the processor's matrix peak. Compilation and warm-up come before the
+first round. First, each peer's model and ours are given the same weights, and must give the same loss. Prints a table,
+then one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
-import nanogpt
+import peers
 import torch
+from measuring import machine, ratios
 from torch import Tensor
 
+from qurve.files import write_atomic
 from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck, Linear
@@ -31,11 +38,20 @@ from qurve.train.optim import build_optimizer
 from qurve.train.runtime import autocast, available_cores, compiler, machine_settings, resolve_precision
 
 Step = Callable[[], float]
+Batch = tuple[Tensor, Tensor]
+
+PAIRS = {
+    "ratio_nonlinear_to_linear": ("nonlinear", "linear"),
+    "ratio_to_nanogpt": ("linear", "nanogpt"),
+    "ratio_nonlinear_to_nanogpt": ("nonlinear", "nanogpt"),
+    "ratio_nonlinear_to_authors": ("nonlinear", "authors"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, help="checkout of nanoGPT; without it only our own two are compared")
+    parser.add_argument("--peer", type=Path, help="checkout of nanoGPT")
+    parser.add_argument("--authors", type=Path, help="checkout of the paper's authors; its nonlinear query is trained")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
@@ -46,11 +62,150 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--out", type=Path, help="write the JSON there, too")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
     if not options.eager and compiler() is None:
         raise SystemExit("no C++ compiler is found, so nothing can be compiled; install one, or add --eager")
 
-    model = ModelConfig(
+    config, batch = shape_of(options), batch_of(options)
+    names = ["linear", "nonlinear"]
+    checked = {}
+    for name, checkout in (("nanogpt", options.peer), ("authors", options.authors)):
+        if checkout:
+            names.append(name)
+            checked[name] = peers.same_loss(peers.load(checkout, name), peer_config(name, config), batch)
+    with contextlib.ExitStack() as ending:
+        workers = {name: ending.enter_context(started(name)) for name in names}
+        warm = {name: tell(worker, "warm") for name, worker in workers.items()}
+        turns = {name: (lambda w=worker: tell(w, "steps")["tokens_per_s"]) for name, worker in workers.items()}
+        torch.set_num_threads(options.threads)
+        found: dict[str, list[float]] = {name: [] for name in [*names, "matrix_peak"]}
+        for turn in range(options.rounds):
+            at = turn % len(names)
+            for name in names[at:] + names[:at]:
+                found[name].append(turns[name]())
+            found["matrix_peak"].append(matrix_peak(options.width))
+        memory = {name: tell(worker, "memory")["bytes"] for name, worker in workers.items()}
+
+    compared = {key: ratios(found[a], found[b]) for key, (a, b) in PAIRS.items() if a in names and b in names}
+    work_per_token = flops_per_token(config)
+    shares = {
+        f"share_of_peak_{name}": [rate * work_per_token / peak for rate, peak in zip(found[name], found["matrix_peak"])]
+        for name in ("linear", "nonlinear")
+    }
+    report = {
+        "benchmark": "train_cpu",
+        "command": " ".join(["python", *sys.argv]) if not (options.peer or options.authors) else command(options),
+        **{key: statistics.median(values) for key, values in (compared | shares).items()},
+        "tokens_per_s": {name: statistics.median(found[name]) for name in names},
+        "peak_memory_bytes": memory,
+        **{f"memory_ratio_to_{peer}": memory["linear"] / memory[peer] for peer in checked},
+        "matrix_peak_flops": statistics.median(found["matrix_peak"]),
+        "flops_per_token": work_per_token,
+        "rounds": found | compared | shares,
+        "compile_seconds": {name: first["seconds"] for name, first in warm.items()},
+        "loss_difference": checked,
+        "shape": {
+            name: getattr(options, name)
+            for name in ("layers", "width", "heads", "context", "batch", "vocab", "steps", "threads", "eager")
+        }
+        | {"precision": resolve_precision("auto", "cpu")},
+        **machine("cpu"),
+    }
+    for name in names:
+        first = f"first step {warm[name]['seconds']:5.1f} s   peak memory {memory[name] / 1e9:5.2f} GB"
+        print(f"{name:>28}  {in_words(found[name], '9,.0f')} tokens/s   {first}")
+    for name, values in (compared | shares).items():
+        print(f"{name:>28}  {in_words(values, '9.3f')}")
+    print(json.dumps(report))
+    if options.out:
+        write_atomic(options.out, json.dumps(report, indent=1) + "\n")
+
+
+def command(options: argparse.Namespace) -> str:
+    """As called, with the checkouts' places left out."""
+    words = ["python", *sys.argv]
+    for place in (options.peer, options.authors, options.out):
+        words = ["PATH" if word == str(place) and place is not options.out else word for word in words]
+    return " ".join(words)
+
+
+# --------------------------------------------------------------------------------------------- a process for each side
+
+
+@contextlib.contextmanager
+def started(name: str) -> Any:
+    """This script as the worker of one side, asked line by line."""
+    process = subprocess.Popen(
+        [sys.executable, *sys.argv, "--worker", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def tell(worker: subprocess.Popen[str], word: str) -> Any:
+    """What the worker answers to one word. `SystemExit` when it is gone; what it had to say stands above."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(word + "\n")
+    worker.stdin.flush()
+    if not (line := worker.stdout.readline()):
+        raise SystemExit(f"a side ended at {word!r}")
+    return json.loads(line)
+
+
+def work(options: argparse.Namespace) -> None:
+    """Answer `warm`, `steps` and `memory` for one side, until nobody asks any more."""
+    config, batch, name = shape_of(options), batch_of(options), options.worker
+    training = TrainConfig(device="cpu", precision=resolve_precision("auto", "cpu"), threads=options.threads)
+    ours = name in ("linear", "nonlinear")
+    torch.set_num_threads(options.threads)
+    with machine_settings(RunConfig(config, train=training)) if ours else contextlib.nullcontext():
+        if ours:
+            query = Linear() if name == "linear" else Bottleneck()
+            step = our_step(dataclasses.replace(config, query=query), training, batch, options.eager)
+        else:
+            checkout = options.peer if name == "nanogpt" else options.authors
+            step = their_step(peers.load(checkout, name), peer_config(name, config), batch, options.eager)
+        for word in map(str.strip, sys.stdin):
+            began = time.perf_counter()
+            if word == "memory":
+                answer = {"bytes": peak_memory()}
+            elif word == "warm":
+                step()
+                answer = {"seconds": time.perf_counter() - began}
+                step()
+                forget_peak_memory()
+            else:
+                for _ in range(options.steps):
+                    step()
+                answer = {"tokens_per_s": options.steps * batch[0].numel() / (time.perf_counter() - began)}
+            print(json.dumps(answer), flush=True)
+
+
+def forget_peak_memory() -> None:
+    """So that what compiling took does not count."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Bytes resident at most, since the last call of `forget_peak_memory`."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ the sides
+
+
+def shape_of(options: argparse.Namespace) -> ModelConfig:
+    return ModelConfig(
         n_layers=options.layers,
         d_model=options.width,
         n_heads=options.heads,
@@ -58,76 +213,22 @@ def main() -> None:
         context=options.context,
         vocab_size=options.vocab,
     )
-    training = TrainConfig(device="cpu", precision=resolve_precision("auto", "cpu"), threads=options.threads)
+
+
+def peer_config(name: str, config: ModelConfig) -> ModelConfig:
+    return config if name == "nanogpt" else dataclasses.replace(config, query=Bottleneck())
+
+
+def batch_of(options: argparse.Namespace) -> Batch:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, min(options.vocab, 50257), (options.batch, options.context + 1), generator=generator)
-    batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-    peer = nanogpt.load(options.peer) if options.peer else None
-    checked = nanogpt.same_loss(peer, model, batch) if peer else None
-    with machine_settings(RunConfig(model, train=training)):
-        sides = {
-            "linear": _ours(dataclasses.replace(model, query=Linear()), training, batch, options.eager),
-            "nonlinear": _ours(dataclasses.replace(model, query=Bottleneck()), training, batch, options.eager),
-        }
-        if peer:
-            sides["nanogpt"] = _theirs(peer, model, batch, options.eager)
-        compile_seconds = {name: _warm(step) for name, step in sides.items()}
-        speeds = _race(sides, options.rounds, options.steps, batch[0].numel())
-
-    def ratio(a: str, b: str) -> list[float]:
-        return [x / y for x, y in zip(speeds[a], speeds[b], strict=True)]
-
-    ratios = {"ratio_nonlinear_to_linear": ratio("nonlinear", "linear")}
-    if peer:
-        ratios["ratio_to_nanogpt"] = ratio("linear", "nanogpt")
-        ratios["ratio_nonlinear_to_nanogpt"] = ratio("nonlinear", "nanogpt")
-    for name, values in speeds.items():
-        print(f"{name:>28}  {_spread(values, '9,.0f')} tokens/s   first step {compile_seconds[name]:5.1f} s")
-    for name, values in ratios.items():
-        print(f"{name:>28}  {_spread(values, '9.3f')}")
-    shape = vars(options) | {"peer": options.peer is not None, "precision": training.precision}
-    print(
-        json.dumps(
-            {
-                "benchmark": "train_cpu",
-                **{name: statistics.median(values) for name, values in ratios.items()},
-                "tokens_per_s": {name: statistics.median(values) for name, values in speeds.items()},
-                "rounds": {**speeds, **ratios},
-                "compile_seconds": compile_seconds,
-                "loss_difference": checked,
-                "shape": shape,
-                "torch": torch.__version__,
-            }
-        )
-    )
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _race(sides: dict[str, Step], rounds: int, steps: int, tokens: int) -> dict[str, list[float]]:
-    """Tokens/s of every side in every round; who goes first rotates."""
-    speeds: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            started = time.perf_counter()
-            for _ in range(steps):
-                sides[name]()
-            speeds[name].append(steps * tokens / (time.perf_counter() - started))
-    return speeds
-
-
-def _warm(step: Step) -> float:
-    started = time.perf_counter()
-    step()
-    first = time.perf_counter() - started
-    step()
-    return first
-
-
-def _ours(model_config: ModelConfig, training: TrainConfig, batch: tuple[Tensor, Tensor], eager: bool) -> Step:
+def our_step(model_config: ModelConfig, training: TrainConfig, batch: Batch, eager: bool) -> Step:
     model = GPT(model_config)
     optimizer = build_optimizer(model, training)
-    loss_of = model.loss if eager else torch.compile(model.loss)
+    loss_of = model.loss if eager else torch.compile(model.loss, dynamic=False)
     config = RunConfig(model_config, train=training)
 
     def step() -> float:
@@ -142,9 +243,9 @@ def _ours(model_config: ModelConfig, training: TrainConfig, batch: tuple[Tensor,
     return step
 
 
-def _theirs(peer: ModuleType, config: ModelConfig, batch: tuple[Tensor, Tensor], eager: bool) -> Step:
-    model = nanogpt.build(peer, config)
-    optimizer = nanogpt.optimizer(model, "cpu")
+def their_step(peer: peers.Peer, config: ModelConfig, batch: Batch, eager: bool) -> Step:
+    model = peers.build(peer, config)
+    optimizer = peers.optimizer(model, "cpu")
     forward = model if eager else torch.compile(model)
 
     def step() -> float:
@@ -153,12 +254,35 @@ def _theirs(peer: ModuleType, config: ModelConfig, batch: tuple[Tensor, Tensor],
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return float(loss.item())
 
     return step
 
 
-def _spread(values: list[float], form: str) -> str:
+# -------------------------------------------------------------------------------------------------------- the processor
+
+
+def matrix_peak(width: int, rows: int = 2048, seconds: float = 0.5) -> float:
+    """The most FLOP/s of a product of the model's shapes, in the compute dtype."""
+    dtype = torch.bfloat16 if resolve_precision("auto", "cpu") == "bf16" else torch.float32
+    best = 0.0
+    for outputs in (3 * width, 4 * width):
+        x, weight = torch.randn(rows, width).to(dtype), torch.randn(outputs, width).to(dtype)
+        end = time.perf_counter() + seconds / 2
+        while (began := time.perf_counter()) < end:
+            torch.nn.functional.linear(x, weight)
+            best = max(best, 2 * rows * width * outputs / (time.perf_counter() - began))
+    return best
+
+
+def flops_per_token(config: ModelConfig) -> float:
+    """`6 N + 12 L D T`, N without the position embedding: what is counted for a share of the peak."""
+    model = GPT(config)
+    count = sum(p.numel() for name, p in model.named_parameters() if "position" not in name)
+    return 6 * count + 12 * config.n_layers * config.d_model * config.context
+
+
+def in_words(values: list[float], form: str) -> str:
     return f"median {statistics.median(values):{form}}   min {min(values):{form}}   max {max(values):{form}}"
 
 
