@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -194,9 +193,9 @@ def train(bench: Bench, name: str) -> dict[str, Any]:
 
 def peer(bench: Bench, name: str, checkout: Path) -> dict[str, Any]:
     """Our linear query and nanoGPT, which are the same architecture."""
-    peer, (config, _) = peers.load(checkout), bench.sizes.models[name]
-    difference = peers.same_loss(peer, config, tuple(t.cpu()[:1] for t in _batch(bench, name)))
-    sides = {"linear": _side(bench, name, "linear"), "nanoGPT": _side(bench, name, "linear", module)}
+    theirs, (config, _) = peers.load(checkout), bench.sizes.models[name]
+    difference = peers.same_loss(theirs, config, tuple(t.cpu()[:1] for t in _batch(bench, name)))
+    sides = {"linear": _side(bench, name, "linear"), "nanoGPT": _side(bench, name, "linear", theirs)}
     seconds = _race_training(bench, name, sides)
     return {
         "linear / nanoGPT": spread(ratios(seconds["nanoGPT"], seconds["linear"])),
@@ -481,11 +480,11 @@ def main() -> None:
         bench,
         {  # in order of importance, each with the minutes that it wants
             "peaks": (0.1, partial(peaks, bench)),
-            "kernel": (1.2, partial(kernel, bench) if find_spec("kernel") else None),
+            "kernel": (1.2, partial(kernel, bench)),
             "train 124M": (1.5, partial(train, bench, "124M")),
             "peer 124M": (1.5, partial(peer, bench, "124M", options.peer) if options.peer else None),
             "train 350M": (2.0, partial(train, bench, "350M")),
-            "decode 124M": (1.0, partial(decode, bench, "124M") if find_spec("qurve.generate") else None),
+            "decode 124M": (1.0, partial(decode, bench, "124M")),
             "attention": (0.2, partial(attention, bench)),
             "peer 350M": (2.0, partial(peer, bench, "350M", options.peer) if options.peer else None),
         },

@@ -40,6 +40,8 @@ from qurve.train.runtime import autocast, available_cores, compiler, machine_set
 Step = Callable[[], float]
 Batch = tuple[Tensor, Tensor]
 
+SHAPE = {"layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 8, "vocab": 50304}
+
 PAIRS = {
     "ratio_nonlinear_to_linear": ("nonlinear", "linear"),
     "ratio_to_nanogpt": ("linear", "nanogpt"),
@@ -52,12 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="checkout of nanoGPT")
     parser.add_argument("--authors", type=Path, help="checkout of the paper's authors; its nonlinear query is trained")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=50304)
+    add_shape(parser)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round")
     parser.add_argument("--threads", type=int, default=available_cores())
@@ -94,7 +91,7 @@ def main() -> None:
     compared = {key: ratios(found[a], found[b]) for key, (a, b) in PAIRS.items() if a in names and b in names}
     work_per_token = flops_per_token(config)
     shares = {
-        f"share_of_peak_{name}": [rate * work_per_token / peak for rate, peak in zip(found[name], found["matrix_peak"])]
+        f"share_of_peak_{name}": [work_per_token * share for share in ratios(found[name], found["matrix_peak"])]
         for name in ("linear", "nonlinear")
     }
     report = {
@@ -109,10 +106,7 @@ def main() -> None:
         "rounds": found | compared | shares,
         "compile_seconds": {name: first["seconds"] for name, first in warm.items()},
         "loss_difference": checked,
-        "shape": {
-            name: getattr(options, name)
-            for name in ("layers", "width", "heads", "context", "batch", "vocab", "steps", "threads", "eager")
-        }
+        "shape": {name: getattr(options, name) for name in (*SHAPE, "steps", "threads", "eager")}
         | {"precision": resolve_precision("auto", "cpu")},
         **machine("cpu"),
     }
@@ -202,6 +196,12 @@ def peak_memory() -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------ the sides
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Flags for `shape_of` and `batch_of`."""
+    for name, default in SHAPE.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
 
 
 def shape_of(options: argparse.Namespace) -> ModelConfig:

@@ -19,7 +19,7 @@ from qurve.ops import compiled as compiled_once
 
 HELD = 2**25
 """Logits up to this many are held: below it the plain loss is as fast."""
-CHUNK, GROUP = 256, 2048
+CHUNK, GROUP = 256, 1024
 """Tokens whose logits are made at once (50,304 ids in bf16: 26 MB, about a level-3 cache), and tokens for one product
 of the weight's gradient, which is slow for few. No more than a group's logits exist at any time."""
 
@@ -74,7 +74,9 @@ def _chunked(
                     torch.mm(part_NV, weight_VD, out=d_hidden_ND[chunk])
             if with_gradient:
                 more_VD = logits_NV[: len(group_ND)].t() @ group_ND
-                d_weight_VD = more_VD if begin == 0 else d_weight_VD.to(wide).add_(more_VD)
+                if begin:  # a sum of two is rounded once, as any product; one of more is kept in float32
+                    more_VD = (d_weight_VD if len(hidden_ND) <= 2 * room else d_weight_VD.to(wide)).add_(more_VD)
+                d_weight_VD = more_VD
     return loss, d_hidden_ND, d_weight_VD.to(weight_VD.dtype)
 
 

@@ -1,0 +1,124 @@
+"""Where a training step's time goes on the CPU: by kind of work, and for every product how near it comes to the
+processor's matrix peak.
+
+    python benchmarks/profile_cpu.py [--layers 12 --width 768 --heads 12 --context 1024 --batch 2] [--out FILE]
+
+The step is the one of `train_cpu.py`, compiled. FLOPs stand over the matrix peak, and the optimiser's bytes over the
+memory's bandwidth, both measured in the same run. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import machine
+from torch.profiler import ProfilerActivity, profile
+from train_cpu import SHAPE, add_shape, batch_of, matrix_peak, our_step, shape_of
+
+from qurve.files import write_atomic
+from qurve.model.gpt import GPT
+from qurve.projections import Bottleneck
+from qurve.train.config import RunConfig, TrainConfig
+from qurve.train.runtime import available_cores, machine_settings, resolve_precision
+
+KINDS = {
+    "products": ("aten::mm", "aten::addmm"),
+    "attention": ("aten::bmm", "aten::_scaled_dot_product", "qurve::causal_attention"),
+    "loss, without its products": ("qurve::linear_cross_entropy",),
+    "optimiser and clipping": (
+        "aten::_fused_adamw_",
+        "Optimizer.",
+        "aten::linalg_vector",
+        "aten::_foreach",
+        "aten::mul_",
+    ),
+    "fused by the compiler": ("## Call CompiledFxGraph",),
+}
+ADAMW_BYTES = 7 * 4
+"""Read of weight, gradient and two moments, written again but for the gradient; in float32, for each parameter."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shape(parser)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--out", type=Path, help="write the JSON there, too")
+    options = parser.parse_args()
+    config, batch = shape_of(options), batch_of(options)
+    config = dataclasses.replace(config, query=Bottleneck())
+    training = TrainConfig(device="cpu", precision=resolve_precision("auto", "cpu"), threads=options.threads)
+    with machine_settings(RunConfig(config, train=training)):
+        step = our_step(config, training, batch, eager=False)
+        for _ in range(3):
+            step()
+        peak, bandwidth = matrix_peak(options.width), read_bandwidth()
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+            for _ in range(options.steps):
+                step()
+        peak = max(peak, matrix_peak(options.width))
+    by_name = [(event.key, event.self_cpu_time_total / options.steps / 1e3) for event in profiled.key_averages()]
+    total = sum(ms for _, ms in by_name)
+    kinds = {kind: sum(ms for name, ms in by_name if name.startswith(starts)) for kind, starts in KINDS.items()}
+    kinds["all else"] = total - sum(kinds.values())
+    products = shapes_of_products(profiled, options.steps, peak)
+    parameters = sum(p.numel() for p in GPT(config).parameters())
+    adamw = next(ms for name, ms in by_name if name == "aten::_fused_adamw_")
+    report: dict[str, Any] = {
+        "benchmark": "profile_cpu",
+        "command": " ".join(["python", *sys.argv[: sys.argv.index("--out") if options.out else None]]),
+        "step_ms": total,
+        "kinds_ms": kinds,
+        "products": products,
+        "matrix_peak_flops": peak,
+        "bandwidth_bytes_per_s": bandwidth,
+        "adamw_share_of_bandwidth": ADAMW_BYTES * parameters / (adamw / 1e3) / bandwidth,
+        "shape": {name: getattr(options, name) for name in SHAPE},
+        **machine("cpu"),
+    }
+    print(f"a step takes {total:,.0f} ms; peak {peak / 1e9:,.0f} GFLOP/s, reads {bandwidth / 1e9:.1f} GB/s")
+    for kind, ms in kinds.items():
+        print(f"{kind:>30}  {ms:8.1f} ms  {ms / total:6.1%}")
+    for row in products:
+        print(
+            f"{row['shape']:>30}  {row['ms']:8.1f} ms  {row['share_of_peak']:6.1%} of the peak, {row['times']:g} times"
+        )
+    print(f"{'AdamW':>30}  {adamw:8.1f} ms  {report['adamw_share_of_bandwidth']:6.1%} of the bandwidth")
+    print(json.dumps(report))
+    if options.out:
+        write_atomic(options.out, json.dumps(report, indent=1) + "\n")
+
+
+def shapes_of_products(profiled: profile, steps: int, peak: float) -> list[dict[str, Any]]:
+    """Each shape `rows x inner x columns`: ms a step, times a step, FLOPs over the peak; the costliest first."""
+    rows = []
+    for event in profiled.key_averages(group_by_input_shape=True):
+        if event.key == "aten::mm" and event.input_shapes:
+            (m, k), (_, n) = event.input_shapes[:2]
+            seconds = event.self_cpu_time_total / 1e6
+            share = 2 * m * k * n * event.count / seconds / peak
+            at, times = f"{m} x {k} x {n}", event.count / steps
+            rows.append({"shape": at, "ms": 1e3 * seconds / steps, "times": times, "share_of_peak": share})
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def read_bandwidth(elements: int = 2**27) -> float:
+    """Bytes/s of reading a float32 array of half a gigabyte, which no cache holds."""
+    array, found = torch.ones(elements), []
+    for _ in range(5):
+        began = time.perf_counter()
+        array.sum()
+        found.append(4 * elements / (time.perf_counter() - began))
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    main()
