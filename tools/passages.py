@@ -53,8 +53,8 @@ def small_compare() -> str:
 
 
 def train_cpu() -> str:
-    found, ours = evidence("train-cpu"), evidence("train-cpu-ours")
-    peer, layer = found["rounds"]["ratio_to_nanogpt"], ours["rounds"]["ratio_nonlinear_to_linear"]
+    found = evidence("train-cpu")
+    peer, layer = (found["rounds"][name] for name in ("ratio_to_nanogpt", "ratio_nonlinear_to_linear"))
     shape = found["shape"]
     return (
         f"Training on {shape['threads']} cores with avx512_bf16 (L{shape['layers']} D{shape['width']} "

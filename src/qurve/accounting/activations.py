@@ -19,7 +19,8 @@ def activation_bytes(config: ModelConfig, batch: int, length: int, precision: st
     needs for a moment only are not in it. With `torch.compile` or activation checkpointing, less is saved.
 
     There is no formula to go wrong: the eager model runs once on tensors that have shapes and no memory, as it would on
-    the CPU (fused attention: no matrix of weights is saved), and what is saved is added up. Of a mixture of experts the
+    the CPU (fused attention: no matrix of weights is saved; many logits are never held, and the gradients that
+    `qurve.ops.cross_entropy` makes at once count instead), and what is saved is added up. Of a mixture of experts the
     sum is the same for every routing.
     """
     if precision not in ("float32", "bf16"):

@@ -136,7 +136,8 @@ def attend(
     if softcap is not None:
         return _attend_capped(q_BHTE, k_BGSE, v_BGSE, mask, scale, dropout, softcap)
     mask_TS, is_causal = mask
-    if is_causal and not dropout and q_BHTE.device.type == "cpu" and torch.compiler.is_compiling():
+    is_long, on_cpu = k_BGSE.shape[2] > SHORT, q_BHTE.device.type == "cpu"
+    if is_causal and is_long and on_cpu and not dropout and torch.compiler.is_compiling():
         return _attend_in_blocks(q_BHTE, k_BGSE, v_BGSE, scale)
     attention = partial(
         F.scaled_dot_product_attention,

@@ -244,7 +244,7 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def machine_settings(config: RunConfig) -> Iterator[None]:
-    """Threads and, on the CPU, determinism (the same run twice gives the same bits) and memory kept from step to step."""
+    """Threads; on the CPU, determinism (the same run twice gives the same bits), and memory kept from step to step."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.set_num_threads(config.train.threads or threads)
