@@ -3,8 +3,8 @@ processor's matrix peak.
 
     python benchmarks/profile_cpu.py [--layers 12 --width 768 --heads 12 --context 1024 --batch 2] [--out FILE]
 
-The step is the one of `train_cpu.py`, compiled. FLOPs stand over the matrix peak, and the optimiser's bytes over the
-memory's bandwidth, both measured in the same run. Prints a table, then one JSON line.
+The step is the one of `train_cpu.py`, compiled. FLOPs stand over the matrix peak measured in the same run. Prints
+a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -12,19 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from measuring import machine
 from torch.profiler import ProfilerActivity, profile
-from train_cpu import SHAPE, add_shape, batch_of, matrix_peak, our_step, shape_of
+from train_cpu import SHAPE, add_shape, batch_of, command, matrix_peak, our_step, shape_of
 
 from qurve.files import write_atomic
-from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck
 from qurve.train.config import RunConfig, TrainConfig
 from qurve.train.runtime import available_cores, machine_settings, resolve_precision
@@ -42,8 +37,6 @@ KINDS = {
     ),
     "fused by the compiler": ("## Call CompiledFxGraph",),
 }
-ADAMW_BYTES = 7 * 4
-"""Read of weight, gradient and two moments, written again but for the gradient; in float32, for each parameter."""
 
 
 def main() -> None:
@@ -51,6 +44,7 @@ def main() -> None:
     add_shape(parser)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=available_cores())
+    parser.set_defaults(peer=None, authors=None)
     parser.add_argument("--out", type=Path, help="write the JSON there, too")
     options = parser.parse_args()
     config, batch = shape_of(options), batch_of(options)
@@ -60,7 +54,7 @@ def main() -> None:
         step = our_step(config, training, batch, eager=False)
         for _ in range(3):
             step()
-        peak, bandwidth = matrix_peak(options.width), read_bandwidth()
+        peak = matrix_peak(options.width)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
             for _ in range(options.steps):
                 step()
@@ -70,28 +64,23 @@ def main() -> None:
     kinds = {kind: sum(ms for name, ms in by_name if name.startswith(starts)) for kind, starts in KINDS.items()}
     kinds["all else"] = total - sum(kinds.values())
     products = shapes_of_products(profiled, options.steps, peak)
-    parameters = sum(p.numel() for p in GPT(config).parameters())
-    adamw = next(ms for name, ms in by_name if name == "aten::_fused_adamw_")
     report: dict[str, Any] = {
         "benchmark": "profile_cpu",
-        "command": " ".join(["python", *sys.argv[: sys.argv.index("--out") if options.out else None]]),
+        "command": command(options),
         "step_ms": total,
         "kinds_ms": kinds,
         "products": products,
         "matrix_peak_flops": peak,
-        "bandwidth_bytes_per_s": bandwidth,
-        "adamw_share_of_bandwidth": ADAMW_BYTES * parameters / (adamw / 1e3) / bandwidth,
         "shape": {name: getattr(options, name) for name in SHAPE},
         **machine("cpu"),
     }
-    print(f"a step takes {total:,.0f} ms; peak {peak / 1e9:,.0f} GFLOP/s, reads {bandwidth / 1e9:.1f} GB/s")
+    print(f"a step takes {total:,.0f} ms; peak {peak / 1e9:,.0f} GFLOP/s")
     for kind, ms in kinds.items():
         print(f"{kind:>30}  {ms:8.1f} ms  {ms / total:6.1%}")
     for row in products:
         print(
             f"{row['shape']:>30}  {row['ms']:8.1f} ms  {row['share_of_peak']:6.1%} of the peak, {row['times']:g} times"
         )
-    print(f"{'AdamW':>30}  {adamw:8.1f} ms  {report['adamw_share_of_bandwidth']:6.1%} of the bandwidth")
     print(json.dumps(report))
     if options.out:
         write_atomic(options.out, json.dumps(report, indent=1) + "\n")
@@ -108,16 +97,6 @@ def shapes_of_products(profiled: profile, steps: int, peak: float) -> list[dict[
             at, times = f"{m} x {k} x {n}", event.count / steps
             rows.append({"shape": at, "ms": 1e3 * seconds / steps, "times": times, "share_of_peak": share})
     return sorted(rows, key=lambda row: -row["ms"])
-
-
-def read_bandwidth(elements: int = 2**27) -> float:
-    """Bytes/s of reading a float32 array of half a gigabyte, which no cache holds."""
-    array, found = torch.ones(elements), []
-    for _ in range(5):
-        began = time.perf_counter()
-        array.sum()
-        found.append(4 * elements / (time.perf_counter() - began))
-    return statistics.median(found)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def main() -> None:
     }
     report = {
         "benchmark": "train_cpu",
-        "command": " ".join(["python", *sys.argv]) if not (options.peer or options.authors) else command(options),
+        "command": command(options),
         **{key: statistics.median(values) for key, values in (compared | shares).items()},
         "tokens_per_s": {name: statistics.median(found[name]) for name in names},
         "peak_memory_bytes": memory,
@@ -121,11 +121,12 @@ def main() -> None:
 
 
 def command(options: argparse.Namespace) -> str:
-    """As called, with the checkouts' places left out."""
+    """As called, without the place of the result, and of the checkouts."""
     words = ["python", *sys.argv]
-    for place in (options.peer, options.authors, options.out):
-        words = ["PATH" if word == str(place) and place is not options.out else word for word in words]
-    return " ".join(words)
+    if options.out:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return " ".join("PATH" if word in (str(options.peer), str(options.authors)) else word for word in words)
 
 
 # --------------------------------------------------------------------------------------------- a process for each side

@@ -50,21 +50,24 @@ def test_figures_are_told_with_their_quartiles() -> None:
     assert performance.figure(None) == "not measured"
 
 
-def test_training_shows_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
+def test_training_shows_speed_beside_its_targets_and_memory(tmp_path: Path) -> None:
     evidence = {
         "shape": dict.fromkeys(("layers", "heads", "context", "batch", "vocab", "threads"), 1)
         | {"width": 384, "precision": "bf16"},
         "rounds": {"ratio_to_nanogpt": [2.1, 2.1], "ratio_nonlinear_to_linear": [0.99, 0.99], "linear": [7.0, 7.0]},
         "compile_seconds": {"linear": 3.2},
+        "peak_memory_bytes": {"linear": 1.5e9},
+        "memory_ratio_to_nanogpt": 0.61,
         "command": "python x.py",
         "torch": "9.9",
     }
     (tmp_path / "train-cpu.json").write_text(json.dumps(evidence))
     text = performance.page(tmp_path)
     assert "*`results/train-cpu.json`: `python x.py`, torch 9.9.*" in text
-    assert "nanoGPT's tokens/s | 2.10 (2.10 to 2.10) | at least 2.2 | **missed** |" in text
+    assert "nanoGPT's tokens/s | 2.100 (2.100 to 2.100) | at least 2.2 | **missed** |" in text
+    assert "times nanoGPT's | 0.61 | at most 0.6 | **missed** |" in text
     assert "linear one's tokens/s | 0.990 (0.990 to 0.990) | at least 0.985 | reached |" in text
-    assert "| linear | 7 (7 to 7) | 3 s |" in text
+    assert "| linear | 7 (7 to 7) | 3 s | 1.50 GB |" in text
 
 
 def test_prices_come_in_a_table_for_each_setting(tmp_path: Path) -> None:

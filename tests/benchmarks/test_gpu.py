@@ -14,7 +14,7 @@ from measuring import Results
 SCRIPT = Path(gpu.__file__)
 ALLOWED = ["torch", "numpy", "safetensors", "triton", "qurve"]
 TORCHS = ["torchgen", "functorch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools"]
-TORCHS += ["sympy", "typing_extensions"]
+TORCHS += ["sympy", "typing_extensions", "packaging"]  # the last to compile for a CPU alone
 BARE = f"""
 import runpy, sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
