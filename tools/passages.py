@@ -66,7 +66,7 @@ def train_cpu() -> str:
 
 
 def quartile(values: list[float], which: int) -> float:
-    return statistics.quantiles(values)[which]
+    return statistics.quantiles(values, method="inclusive")[which]
 
 
 def checkpoint_cost() -> str:
