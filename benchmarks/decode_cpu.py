@@ -4,13 +4,14 @@
     python benchmarks/decode_cpu.py --hugging-face --rounds 5
 
 All sides have the same weights (but for the nonlinear query's own), which is checked first: logits, and the tokens that
-the greedy choice takes. Preparing, warm-up and compilation come before the first round and are stated apart. The sides
+the greedy choice takes. Warm-up and compilation come before the first round and are stated apart. The sides
 take turns, in an order that rotates from round to round; ratios are taken within a round, and the memory's bandwidth
-(the sum of a large array) is measured in each. Prints a table, then one JSON line.
+(the sum of a large array) is measured after each turn. Prints a table, then one JSON line.
 
-nanoGPT samples 512 tokens after one, at 124 M parameters for about three minutes, so give that run few rounds. Hugging
-Face's GPT-2 continues 128 tokens at batch 1 and 8, in float32 and bf16; a prompt alone is timed apart. Its activation
-is the exact GELU here, as in ours.
+nanoGPT's `generate` samples 512 tokens after one, and so does ours, preparing the weights included; theirs takes about
+three minutes at 124 M parameters, so give that run few rounds. Hugging Face's GPT-2 continues 128 tokens at batch 1 and
+8, in float32 and bf16; a prompt alone is timed apart. Its activation is the exact GELU here, as in ours, whose decoder
+is timed with its weights prepared.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ import argparse
 import copy
 import dataclasses
 import json
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import peers
 import torch
+from measuring import command, machine, read_bandwidth
 from torch import Tensor, nn
 from train_cpu import in_words
 
 from qurve.convert import load_checkpoint
+from qurve.files import write_atomic
+from qurve.generate import generate
 from qurve.generate.decoder import Decoder
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck
@@ -59,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--out", type=Path, help="write the JSON there, too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     new = 512 if options.peer else options.new
@@ -76,98 +81,101 @@ def main() -> None:
 
     ways = ("eager",) if options.eager else ("compiled",) if options.peer else ("eager", "compiled")
     sides: dict[str, Side] = {}
-    decoders: dict[str, _Ours] = {}
+    bytes_per_step, setup = {}, {}
     for batch in options.batches:
         for precision, dtype in DTYPES.items():
             if options.hugging_face:
                 sides[f"hugging-face {precision} {batch}"] = _TheirGenerate(peer, dtype, batch, new)
             for query, model in models.items():
                 for how in ways if batch == 1 else ("eager",):
-                    name = f"{query} {how} {precision} {batch}"
-                    sides[name] = decoders[name] = _Ours(model, dtype, batch, new, how == "compiled", options.peer)
+                    name, kind = f"{query} {how} {precision} {batch}", _OurGenerate if options.peer else _OurDecoder
+                    sides[name] = ours = kind(model, dtype, batch, new, how == "compiled")
+                    bytes_per_step[name], setup[name] = ours.bytes_per_step, ours.setup
     if options.peer:
         sides["nanogpt float32 1"] = _NanoGenerate(peer, new)
-    rounds = _race(sides, options.rounds)
+    rounds, bandwidth = _race(sides, options.rounds)
 
-    bandwidth = rounds.pop("bandwidth")["bytes_per_s"]
     found = {name: {what: statistics.median(v) for what, v in timed.items()} for name, timed in rounds.items()}
-    share = {
-        name: statistics.median(
-            ours.bytes_per_step / t / b for t, b in zip(rounds[name]["step"], bandwidth, strict=True)
-        )
-        for name, ours in decoders.items()
+    shares = {
+        name: [size / t / b for t, b in zip(rounds[name]["step"], bandwidth[name], strict=True)]
+        for name, size in bytes_per_step.items()
     }
+    read = [b for measured in bandwidth.values() for b in measured]
     ratios = _ratios(rounds)
-    print(f"memory bandwidth {in_words([b / 1e9 for b in bandwidth], '6.1f')} GB/s")
+    print(f"memory bandwidth {in_words([b / 1e9 for b in read], '6.1f')} GB/s")
     for name, timed in rounds.items():
         batch = int(name.split()[-1])
         speed = in_words([batch / t for t in timed["step"]], "7.1f")
         prompt = f"   prompt of {PROMPT}: {found[name]['prompt']:6.3f} s" if "prompt" in timed else ""
-        of = f"   {share[name]:.0%} of the bandwidth" if name in share else ""
+        of = f"   {statistics.median(shares[name]):.0%} of the bandwidth" if name in shares else ""
         print(f"{name:>30}  {speed} tokens/s{prompt}{of}")
     for name, values in ratios.items():
         print(f"{name:>60}  {in_words(values, '7.3f')}")
-    print(
-        json.dumps(
-            {
-                "benchmark": "decode_cpu",
-                "ratios": {name: statistics.median(values) for name, values in ratios.items()},
-                "seconds": found,
-                "bandwidth_share": share,
-                "bandwidth_bytes_per_s": statistics.median(bandwidth),
-                "setup_seconds": {name: ours.setup for name, ours in decoders.items()},
-                "differences": differences,
-                "rounds": {**rounds, "bandwidth": bandwidth, "ratios": ratios},
-                "shape": {**shape, "prompt": 1 if options.peer else PROMPT, "new": new, "rounds": options.rounds},
-                "threads": options.threads,
-                "torch": torch.__version__,
-                "machine": _processor(),
-            }
-        )
-    )
+    report = {
+        "benchmark": "decode_cpu",
+        "command": command(options.out, options.peer),
+        "ratios": {name: statistics.median(values) for name, values in ratios.items()},
+        "seconds": found,
+        "bandwidth_bytes_per_s": statistics.median(read),
+        "setup_seconds": setup,
+        "differences": differences,
+        "rounds": {**rounds, "bandwidth": bandwidth, "bandwidth_share": shares, "ratios": ratios},
+        "shape": {**shape, "prompt": 1 if options.peer else PROMPT, "new": new, "rounds": options.rounds},
+        "threads": options.threads,
+        "machine": machine("cpu"),
+    }
+    print(json.dumps(report))
+    if options.out:
+        write_atomic(options.out, json.dumps(report, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------- sides
 
 
-class _Ours:
-    """A decoder of ours, warmed up. `setup` says how long that took; `bytes_per_step`, what one step has to read."""
+class _OurDecoder:
+    """A decoder of ours, warmed up, and the greedy choice."""
 
-    def __init__(self, model: GPT, dtype: torch.dtype, batch: int, new: int, compiled: bool, samples: object) -> None:
-        self.batch, self.new, self.samples = batch, new, bool(samples)
-        self.prompt = torch.randint(
-            50257, (batch, 1 if samples else PROMPT), generator=torch.Generator().manual_seed(1)
-        )
+    def __init__(self, model: GPT, dtype: torch.dtype, batch: int, new: int, compiled: bool) -> None:
+        self.new, self.prompt = new, _ids(batch, PROMPT)
         started = time.perf_counter()
         self.decoder = Decoder(model, batch, None, PROMPT + new, dtype, compile=compiled)
-        prepared = time.perf_counter()
         self.decoder.read(self.prompt)
         self.decoder.read(self.prompt[:, :1])
-        self.setup = {"prepare": prepared - started, "first_tokens": time.perf_counter() - prepared}
-        ready, cache = self.decoder.model, self.decoder.cache
-        matrices = [p for block in ready.blocks for p in _read_by(block)]
-        weights = sum(p.numel() * p.element_size() for p in [*matrices, ready.head_weight])
-        row = sum(s.keys[:, :, 0].numel() + s.values[:, :, 0].numel() for s in cache.states) * dtype.itemsize
-        self.bytes_per_step = weights + row * (self.prompt.shape[1] + new / 2)
+        self.setup = time.perf_counter() - started
+        self.bytes_per_step = _bytes_per_step(self.decoder, PROMPT + new / 2)
 
     def __call__(self) -> dict[str, float]:
-        cache = self.decoder.cache
-        cache.filled = 0
+        self.decoder.cache.filled = 0
         started = time.perf_counter()
-        logits_BV = self.decoder.read(self.prompt)
-        token_B1 = self.chosen(logits_BV)
+        token_B1 = self.decoder.read(self.prompt).argmax(-1, keepdim=True)
         read = time.perf_counter()
-        for _ in range(self.new - 1 if self.samples else self.new):
-            token_B1 = self.chosen(self.decoder.read(token_B1))
-        ended = time.perf_counter()
-        if self.samples:
-            return {"step": (ended - started) / self.new}
-        return {"prompt": read - started, "step": (ended - read) / self.new}
+        for _ in range(self.new):
+            token_B1 = self.decoder.read(token_B1).argmax(-1, keepdim=True)
+        return {"prompt": read - started, "step": (time.perf_counter() - read) / self.new}
 
-    def chosen(self, logits_BV: Tensor) -> Tensor:
-        if self.samples:
-            return torch.multinomial(logits_BV.softmax(-1), num_samples=1)
-        return logits_BV.argmax(-1, keepdim=True)
+
+class _OurGenerate:
+    """All that `generate` does, drawing tokens included."""
+
+    def __init__(self, model: GPT, dtype: torch.dtype, batch: int, new: int, compiled: bool) -> None:
+        self.new, self.write = new, partial(generate, model, [[0]] * batch, dtype=dtype, compile=compiled)
+        started = time.perf_counter()
+        self.write(max_new_tokens=3)
+        self.setup = time.perf_counter() - started
+        self.bytes_per_step = _bytes_per_step(Decoder(model, batch, None, 1, dtype, compile=compiled), new / 2)
+
+    def __call__(self) -> dict[str, float]:
+        started = time.perf_counter()
+        self.write(max_new_tokens=self.new)
+        return {"step": (time.perf_counter() - started) / self.new}
+
+
+def _bytes_per_step(decoder: Decoder, tokens: float) -> float:
+    """What one new token after so many has to read: matrices, keys and values."""
+    matrices = [p for block in decoder.model.blocks for p in _read_by(block)]
+    weights = sum(p.numel() * p.element_size() for p in [*matrices, decoder.model.head_weight])
+    rows = sum(s.keys[:, :, 0].numel() + s.values[:, :, 0].numel() for s in decoder.cache.states)
+    return weights + rows * decoder.dtype.itemsize * tokens
 
 
 def _ids(batch: int, length: int) -> Tensor:
@@ -216,24 +224,17 @@ class _TheirGenerate:
         return {"prompt": prompt, "step": (self.seconds(1 + self.new) - prompt) / self.new}
 
 
-def _race(sides: dict[str, Side], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """What every side took in every round, and the bandwidth; who goes first rotates."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in [*sides, "bandwidth"]}
-    memory, names = torch.ones(1 << 27), list(sides)
+def _race(sides: dict[str, Side], rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[float]]]:
+    """What every side took in every round, and the memory's bandwidth right after it; who goes first rotates."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
+    bandwidth: dict[str, list[float]] = {name: [] for name in sides}
+    memory, names = torch.rand(1 << 27), list(sides)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             for what, value in sides[name]().items():
                 found[name].setdefault(what, []).append(value)
-        found["bandwidth"].setdefault("bytes_per_s", []).append(
-            memory.nbytes / min(_timed(memory.sum) for _ in range(9))
-        )
-    return found
-
-
-def _timed(function: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
+            bandwidth[name].append(read_bandwidth(memory))
+    return found, bandwidth
 
 
 def _ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
@@ -314,12 +315,6 @@ def _same_tokens(theirs: nn.Module, ours: GPT) -> dict[str, float]:
             raise SystemExit(f"the two do not compute the same: their logits differ by {worst}")
         ids_BT, logits_BV = torch.cat([ids_BT, token_B1], dim=1), decoder.read(token_B1)
     return {"logits": worst}
-
-
-def _processor() -> str:
-    cpus = Path("/proc/cpuinfo")
-    named = [line for line in cpus.read_text().splitlines() if line.startswith("model name")] if cpus.is_file() else []
-    return named[0].partition(":")[2].strip() if named else platform.processor()
 
 
 if __name__ == "__main__":

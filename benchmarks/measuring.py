@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,11 @@ def seconds_of(call: Callable[[], Any], times: int, device: str) -> float:
     return (time.perf_counter() - began) / times
 
 
+def read_bandwidth(array: torch.Tensor, times: int = 5) -> float:
+    """Bytes/s at which the memory is read at best: the sum of a large array."""
+    return array.nbytes / min(seconds_of(array.sum, 1, "cpu") for _ in range(times))
+
+
 def synchronise(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -52,6 +58,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
     """Round by round."""
     return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def command(out: Path | None, *checkouts: Path | None) -> str:
+    """As this script was called, without the place of the result (`--out`), and of the checkouts."""
+    words = ["python", *sys.argv]
+    if out:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return " ".join("PATH" if word in map(str, checkouts) else word for word in words)
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     python benchmarks/prices.py --width 768 --tokens 1024 --batch 2 --precision bf16 --out results/prices-cpu.json
 
 What is timed is a block's queries, keys and values together, as `project` makes them: one matrix product over all
-stems, then the heads. Decoding is one token of one sequence, the stems stacked and their gains folded beforehand.
-bf16 is autocast over float32 weights in training, and bf16 weights in decoding. In each round every choice takes its
+stems, then the heads. Decoding is one token of one sequence, with weights prepared as the decoder prepares them. bf16
+is autocast over float32 weights in training, and bf16 weights in decoding. In each round every choice takes its
 turn with the linear query at its side; who goes first alternates, and ratios are taken within such a pair. Compilation
 and warm-up come before.
 
@@ -24,18 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from measuring import Results, machine, ratios, spread
 from torch import Tensor, nn
 
+from qurve.generate.decoder import ONE_ROW
 from qurve.projections import Bottleneck, Linear, ProjectionConfig
 from qurve.projections.module import project
+from qurve.projections.prepared import prepare
 from qurve.train.config import RunConfig, TrainConfig
 from qurve.train.runtime import available_cores, compiler, machine_settings
 
 Outputs = Callable[[Tensor], list[Tensor]]
-Make = Callable[[Outputs], Outputs]
-"""`torch.compile`, or nothing."""
 
 PARTS = ("forward", "backward", "decode")
 DECODE_CALLS = 50
@@ -102,14 +101,15 @@ def price(kinds: dict[str, ProjectionConfig], options: argparse.Namespace, *, co
     """A row for each kind: milliseconds of both sides, and the ratios within a pair."""
     torch.manual_seed(0)
     x_BTD = torch.randn(options.batch, options.tokens, options.width)
-    make: Make = partial(torch.compile, dynamic=False) if compiled else lambda outputs: outputs
     passes, rows = {}, {}
     for name, kind in {"linear": Linear(), **kinds}.items():
         block = nn.ModuleList(k.build(options.width, options.width) for k in (kind, Linear(), Linear()))
-        outputs = make(partial(project, list(block)))
+        outputs: Outputs = partial(project, list(block))
+        if compiled:
+            outputs = torch.compile(outputs, dynamic=False)
         began = time.perf_counter()
         train = training(block, outputs, x_BTD, options.precision)
-        decode = decoding(block, x_BTD, options.precision, make)
+        decode = decoding(block, x_BTD, options.precision, compiled)
         passes[name] = partial(_pass, train, decode)
         passes[name]()
         first = time.perf_counter() - began
@@ -162,20 +162,13 @@ def forward(outputs: Outputs, x_BTD: Tensor, precision: str) -> list[Tensor]:
         return outputs(x_BTD)
 
 
-def decoding(block: nn.ModuleList, x_BTD: Tensor, precision: str, make: Make) -> Callable[[], float]:
-    """Seconds of one token: weights in the compute dtype, stems stacked once."""
+def decoding(block: nn.ModuleList, x_BTD: Tensor, precision: str, compiled: bool) -> Callable[[], float]:
+    """Seconds of one token, as a `Decoder` makes queries, keys and values."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    parts = [p.to(dtype) for p in copy.deepcopy(block)]
-    x_11D = x_BTD[:1, :1].to(dtype)
-    with torch.no_grad():
-        weight_SD = torch.cat([p.config.stem(p) for p in parts])
-    rows = [p.config.stem_rows(p.dims) for p in parts]
-
-    def outputs(x: Tensor) -> list[Tensor]:
-        stems = torch.split(F.linear(x, weight_SD), rows, dim=-1)
-        return [p.config.head(p, stem, x) for p, stem in zip(parts, stems, strict=True)]
-
-    made = make(outputs)
+    parts, x_11D = prepare(list(block), dtype), x_BTD[:1, :1]
+    made: Outputs = partial(project, parts)
+    if compiled:
+        made = torch.compile(made, dynamic=False, options=ONE_ROW)
 
     @torch.inference_mode()
     def tokens() -> float:

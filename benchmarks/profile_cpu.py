@@ -1,10 +1,10 @@
 """Where a training step's time goes on the CPU: by kind of work, and for every product how near it comes to the
-processor's matrix peak.
+processor's matrix peak and to the memory's bandwidth.
 
     python benchmarks/profile_cpu.py [--layers 12 --width 768 --heads 12 --context 1024 --batch 2] [--out FILE]
 
-The step is the one of `train_cpu.py`, compiled. FLOPs stand over the matrix peak measured in the same run. Prints
-a table, then one JSON line.
+The step is the one of `train_cpu.py`, compiled. FLOPs stand over the matrix peak, and bytes (both factors and the
+result, once each) over the bandwidth of reading, measured in the same run. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from measuring import machine
+import torch
+from measuring import command, machine, read_bandwidth
 from torch.profiler import ProfilerActivity, profile
-from train_cpu import SHAPE, add_shape, batch_of, command, matrix_peak, our_step, shape_of
+from train_cpu import SHAPE, add_shape, batch_of, matrix_peak, our_step, shape_of
 
 from qurve.files import write_atomic
 from qurve.projections import Bottleneck
@@ -59,43 +60,52 @@ def main() -> None:
             for _ in range(options.steps):
                 step()
         peak = max(peak, matrix_peak(options.width))
+    bandwidth = read_bandwidth(torch.rand(1 << 27))
     by_name = [(event.key, event.self_cpu_time_total / options.steps / 1e3) for event in profiled.key_averages()]
     total = sum(ms for _, ms in by_name)
     kinds = {kind: sum(ms for name, ms in by_name if name.startswith(starts)) for kind, starts in KINDS.items()}
     kinds["all else"] = total - sum(kinds.values())
-    products = shapes_of_products(profiled, options.steps, peak)
+    width = 2 if training.precision == "bf16" else 4
+    products = shapes_of_products(profiled, options.steps, peak, bandwidth / width)
     report: dict[str, Any] = {
         "benchmark": "profile_cpu",
-        "command": command(options),
+        "command": command(options.out),
         "step_ms": total,
         "kinds_ms": kinds,
         "products": products,
         "matrix_peak_flops": peak,
+        "bandwidth_bytes_per_s": bandwidth,
         "shape": {name: getattr(options, name) for name in SHAPE},
         **machine("cpu"),
     }
-    print(f"a step takes {total:,.0f} ms; peak {peak / 1e9:,.0f} GFLOP/s")
+    print(f"a step takes {total:,.0f} ms; peak {peak / 1e9:,.0f} GFLOP/s, bandwidth {bandwidth / 1e9:.0f} GB/s")
     for kind, ms in kinds.items():
         print(f"{kind:>30}  {ms:8.1f} ms  {ms / total:6.1%}")
     for row in products:
-        print(
-            f"{row['shape']:>30}  {row['ms']:8.1f} ms  {row['share_of_peak']:6.1%} of the peak, {row['times']:g} times"
-        )
+        shares = f"{row['share_of_peak']:6.1%} of the peak, {row['share_of_bandwidth']:6.1%} of the bandwidth"
+        print(f"{row['shape']:>30}  {row['ms']:8.1f} ms  {shares}, {row['times']:g} times")
     print(json.dumps(report))
     if options.out:
         write_atomic(options.out, json.dumps(report, indent=1) + "\n")
 
 
-def shapes_of_products(profiled: profile, steps: int, peak: float) -> list[dict[str, Any]]:
-    """Each shape `rows x inner x columns`: ms a step, times a step, FLOPs over the peak; the costliest first."""
+def shapes_of_products(profiled: profile, steps: int, peak: float, numbers_per_s: float) -> list[dict[str, Any]]:
+    """Each shape `rows x inner x columns`, the costliest first: ms and times a step, FLOPs over the peak, bytes over
+    the bandwidth."""
     rows = []
     for event in profiled.key_averages(group_by_input_shape=True):
         if event.key == "aten::mm" and event.input_shapes:
             (m, k), (_, n) = event.input_shapes[:2]
             seconds = event.self_cpu_time_total / 1e6
-            share = 2 * m * k * n * event.count / seconds / peak
-            at, times = f"{m} x {k} x {n}", event.count / steps
-            rows.append({"shape": at, "ms": 1e3 * seconds / steps, "times": times, "share_of_peak": share})
+            rows.append(
+                {
+                    "shape": f"{m} x {k} x {n}",
+                    "ms": 1e3 * seconds / steps,
+                    "times": event.count / steps,
+                    "share_of_peak": 2 * m * k * n * event.count / seconds / peak,
+                    "share_of_bandwidth": (m * k + k * n + m * n) * event.count / seconds / numbers_per_s,
+                }
+            )
     return sorted(rows, key=lambda row: -row["ms"])
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import peers
 import torch
-from measuring import machine, ratios
+from measuring import command, machine, ratios
 from torch import Tensor
 
 from qurve.files import write_atomic
@@ -96,7 +96,7 @@ def main() -> None:
     }
     report = {
         "benchmark": "train_cpu",
-        "command": command(options),
+        "command": command(options.out, options.peer, options.authors),
         **{key: statistics.median(values) for key, values in (compared | shares).items()},
         "tokens_per_s": {name: statistics.median(found[name]) for name in names},
         "peak_memory_bytes": memory,
@@ -118,15 +118,6 @@ def main() -> None:
     print(json.dumps(report))
     if options.out:
         write_atomic(options.out, json.dumps(report, indent=1) + "\n")
-
-
-def command(options: argparse.Namespace) -> str:
-    """As called, without the place of the result, and of the checkouts."""
-    words = ["python", *sys.argv]
-    if options.out:
-        at = words.index("--out")
-        del words[at : at + 2]
-    return " ".join("PATH" if word in (str(options.peer), str(options.authors)) else word for word in words)
 
 
 # --------------------------------------------------------------------------------------------- a process for each side

@@ -174,15 +174,21 @@ def where_time_goes(evidence: Evidence) -> Iterator[str]:
     yield (
         f"Where a step's {total:,.0f} ms go (L{shape['layers']} D{shape['width']} T{shape['context']} "
         f"B{shape['batch']}, nonlinear query; profiled, which adds a little); the matrix peak is "
-        f"{evidence['matrix_peak_flops'] / 1e9:,.0f} GFLOP/s."
+        f"{evidence['matrix_peak_flops'] / 1e9:,.0f} GFLOP/s, the memory reads "
+        f"{evidence['bandwidth_bytes_per_s'] / 1e9:.0f} GB/s."
     )
     yield table(
         ["", "ms", "of the step"], [[k, f"{ms:,.0f}", f"{ms / total:.1%}"] for k, ms in evidence["kinds_ms"].items()]
     )
     yield table(
-        ["products (rows x inner x columns)", "times", "ms", "of the matrix peak"],
+        ["products (rows x inner x columns)", "times", "ms", "FLOPs, of the matrix peak", "bytes, of the bandwidth"],
         [
-            [row["shape"], f"{row['times']:g}", f"{row['ms']:,.1f}", f"{row['share_of_peak']:.0%}"]
+            [
+                row["shape"],
+                f"{row['times']:g}",
+                f"{row['ms']:,.1f}",
+                *(f"{row[share]:.0%}" for share in ("share_of_peak", "share_of_bandwidth")),
+            ]
             for row in evidence["products"]
             if row["ms"] >= total / 200
         ],
@@ -251,7 +257,7 @@ def decoding(evidence: Evidence) -> Iterator[str]:
         f"{shape['prompt']}, then {shape['new']} new tokens; {evidence['threads']} threads; rounds: {shape['rounds']}. "
         "`step` is a new token of every sequence, `prompt` the reading of the prompt; the last number is the batch."
     )
-    shares = {f"share of the bandwidth, {name}": of for name, of in evidence["bandwidth_share"].items()}
+    shares = {f"share of the bandwidth, {name}": of for name, of in evidence["rounds"]["bandwidth_share"].items()}
     rows = []
     for name, value in {**evidence["rounds"]["ratios"], **shares}.items():
         stated = [bound for pattern, bound in DECODING_TARGETS.items() if re.fullmatch(pattern, name)]
@@ -265,14 +271,12 @@ def decoding(evidence: Evidence) -> Iterator[str]:
                 name,
                 figure(int(name.split()[-1]) / of["step"], ",.1f"),
                 figure(1e3 * of["prompt"], ",.0f") if "prompt" in of else "",
-                figure(sum(evidence["setup_seconds"][name].values()), ".1f") + " s"
-                if name in evidence["setup_seconds"]
-                else "",
+                f"{evidence['setup_seconds'][name]:.1f} s" if name in evidence["setup_seconds"] else "",
             ]
             for name, of in evidence["seconds"].items()
         ],
     )
-    yield f"The memory reads {evidence['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, measured in the same rounds."
+    yield f"The memory reads {evidence['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s, measured after each turn."
 
 
 def kernel(evidence: Evidence) -> Iterator[str]:

@@ -126,6 +126,7 @@ def test_a_terminal_gets_no_control_characters(finished: RunFolder) -> None:
         ("RUN The --precision fp16", "invalid choice 'fp16'"),
         ("RUN The --device tpu", "'tpu' is not auto, cpu, cuda or cuda:N"),
         ("RUN The --samples many", "many"),
+        ("RUN The --compile --samples 2", "compile: on a CPU it is for one sequence at a time, not for 2"),
         ("RUN - -", "standard input can be one prompt alone"),
         ("RUN --prompt-file missing", "--prompt-file missing cannot be read (No such file or directory)"),
         ("RUN --prompt-file latin.txt", "--prompt-file latin.txt is not UTF-8"),
@@ -142,3 +143,18 @@ def test_refusals_leave_with_2(
     refused = call("generate", *(str(finished.path) if word == "RUN" else word for word in arguments.split()))
     assert (refused.code, refused.out) == (2, "")
     assert said in words(refused.err)
+
+
+def test_compiling_needs_a_compiler(finished: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    refused = call("generate", finished.path, "The", *PLAIN, "--compile")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--compile: no C++ compiler is found" in words(refused.err)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # torch's own, as its compiler is imported
+def test_a_compiled_text_is_the_same(finished: RunFolder) -> None:
+    done = call("generate", finished.path, "The people", *PLAIN, "--temperature", 0, "--compile")
+    (text,) = made(finished, ["The people"], temperature=0)
+    assert (done.code, done.out) == (0, f"The people{text}\n")

@@ -18,6 +18,7 @@ from qurve.model.feed_forward import Dense, Gated
 from qurve.model.gpt import GPT
 from qurve.model.positions import Rope
 from qurve.projections import Bottleneck, Linear, MLPReuse
+from qurve.zoo.linear_attention import LinearAttention
 
 ROWS = [row for row in covering_array()[0] if config_of(row).attends != "bidirectional"]
 every_row = pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{words(row)}" for i, row in enumerate(ROWS)])
@@ -163,7 +164,7 @@ def test_what_somebody_has_changed_acts(change: Any, dtype: torch.dtype) -> None
     assert not is_as_built(model)
     expected = whole(model, ids_BT, 0)
     assert (expected - as_built).abs().max() > 0.03
-    found = read(Decoder(model, 1, None, 20, dtype, compile=True), ids_BT, 18, 1, 1)
+    found = read(Decoder(model, 1, None, 20, dtype), ids_BT, 18, 1, 1)
     if dtype == torch.float32:
         assert_same(found, expected[:, 17:])
     else:
@@ -196,6 +197,13 @@ def test_it_refuses_what_cannot_be() -> None:
         Decoder(model, 2, None, 0)
     with pytest.raises(ValueError, match=r"model\.eval"):
         Decoder(GPT(ModelConfig(**SMALL, dropout=0.1)), 2, None, 4)
+    with pytest.raises(ValueError, match=r"one sequence at a time, not for 2"):
+        Decoder(model, 2, None, 4, compile=True)
+    with pytest.raises(ValueError, match=r"compile: .*softmax attention"):
+        Decoder(GPT(ModelConfig(**SMALL, mixer=LinearAttention())).eval(), 1, None, 4, compile=True)
+    wrap(model)
+    with pytest.raises(ValueError, match=r"compile: .*as it was built"):
+        Decoder(model, 1, None, 4, compile=True)
     with pytest.raises(ValueError, match="cannot be decoded"):
         Decoder(GPT(ModelConfig(**SMALL, attends="bidirectional")), 2, None, 4)
 

@@ -15,6 +15,7 @@ from combinations import Row, config_of, covering_array, factors, words
 from qurve.data.tokenizers import ready_made
 from qurve.errors import BadInput, QurveError
 from qurve.generate import Generated, Sampling, generate, loop, stream
+from qurve.generate.decoder import Decoder
 from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.model.init import stream_seed
@@ -323,6 +324,8 @@ def test_damaged_weights_are_told_of() -> None:
         ([[1], [2, 29]], {}, "prompt 2 has the id 29; they are 0 to 28"),
         ([[-1]], {}, "prompt 1 has the id -1"),
         (["abc"], {}, "prompt 1 is a text: give the tokenizer"),
+        ([[1], [2]], {"compile": True}, "compile: on a CPU it is for one sequence at a time, not for 2"),
+        ([[1]], {"compile": True, "samples": 3}, "one sequence at a time, not for 3"),
         ([[1]], {"tokenizer": BYTES}, "tokenizer bytes has 257 ids, the model's vocabulary only 29"),
     ],
 )
@@ -339,11 +342,27 @@ def test_what_cannot_be_is_refused_before_anything_is_made(
     [
         ({"attends": "bidirectional"}, {}, "a bidirectional model sees the tokens to come"),
         ({"attends": "prefix"}, {"beyond": "slide", "max_new_tokens": 3}, "a prefix model's prompt is its prefix"),
+        ({"mixer": LinearAttention()}, {"compile": True}, "compile: it is for softmax attention .* leave it out"),
     ],
 )
 def test_models_that_cannot_are_refused(changes: Any, options: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         stream(model_of(dataclasses.replace(TINY, **changes)), [[1]], **options)
+
+
+def test_compiling_is_for_the_decoder_and_for_each_that_sliding_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled in the decoder's own tests."""
+    wanted: list[bool] = []
+
+    def decoder(*arguments: Any, compile: bool) -> Decoder:
+        wanted.append(compile)
+        return Decoder(*arguments)
+
+    monkeypatch.setattr(loop, "Decoder", decoder)
+    options: dict[str, Any] = {"beyond": "slide", "max_new_tokens": 15, "sampling": GREEDY}
+    expected = generate(model_of(TINY), [[1]], **options)
+    assert generate(model_of(TINY), [[1]], **options, compile=True) == expected
+    assert wanted == [False, False, True, True]
 
 
 def test_a_model_in_training_is_refused_and_text_that_is_no_text() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from qurve.cli.shared import Device, Json, Precision, console_for, given, option, plain
 from qurve.errors import BadInput
@@ -61,15 +61,21 @@ def generate(
     ] = None,
     precision: Precision = None,
     device: Device = None,
+    compile: Annotated[
+        FlagCreatePairsOff[bool],
+        option(help="Spend some seconds first, so that each token of a single text costs less."),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Make text with a trained model. It is shown as it comes; with several texts, one after the other."""
     texts = _prompts(prompts, prompt_file)
     from qurve.train.config import TrainConfig
-    from qurve.train.runtime import resolve_device, resolve_precision
+    from qurve.train.runtime import compiler, resolve_device, resolve_precision
 
     wanted = TrainConfig(**given(device=device, precision=precision))
     place = resolve_device(wanted.device)
+    if compile and place == "cpu" and compiler() is None:
+        raise BadInput("--compile: no C++ compiler is found (the variable CXX names one, clang++ say): leave it out")
 
     import torch
 
@@ -90,6 +96,7 @@ def generate(
         dtype={"float32": torch.float32, "bf16": torch.bfloat16}[
             resolve_precision(wanted.precision, place.partition(":")[0])
         ],
+        compile=compile,
     )
     begin = time.perf_counter()
     results = list(_finished(pieces)) if as_json else _show(pieces, texts, samples)

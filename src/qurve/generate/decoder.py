@@ -30,6 +30,8 @@ from qurve.projections.module import Projection, is_bare
 from qurve.projections.prepared import matrix, prepare
 
 HALF = (torch.bfloat16, torch.float16)
+ONE_ROW = {"realize_opcount_threshold": 0}
+"""Options of the compiler for one row: what a product reads is computed once, not anew for each of its columns."""
 
 
 class Decoder:
@@ -45,6 +47,7 @@ class Decoder:
 
     `compile` compiles what a single token passes between one block's attention and the next, for one sequence on a CPU
     and for any number on a GPU. That takes some seconds as the first single token comes: it pays for long outputs.
+    Raises `ValueError` where it cannot be (`why_not_compiled`).
 
     The model given is not changed. Make a new decoder after changing its weights.
     """
@@ -65,15 +68,14 @@ class Decoder:
         if room < 1:
             raise ValueError(f"room = {room}: it must be at least 1 token")
         self.batch, self.device, self.dtype = batch, weight.device, dtype or weight.dtype
-        by_row = self.device.type == "cpu" and batch == 1
-        self.compiles = compile and can_be_split(model) and (by_row or self.device.type != "cpu")
-        self.model, self.autocasts = model, False
-        if is_as_built(model) and (self.dtype == weight.dtype or keeps_a_wide_stream(model)):
+        if compile and (reason := why_not_compiled(model, batch, self.dtype)):
+            raise ValueError(f"compile: {reason}")
+        self.compiles = compile
+        self.model, self.autocasts = model, self.dtype in HALF and self.dtype != weight.dtype
+        if can_be_ready(model, self.dtype):
             # One row in float32 reads a plain weight as fast as a packed one, and a sum cannot read a packed one.
-            plain = self.compiles or (by_row and self.dtype == torch.float32)
-            self.model = ready(model, self.dtype, not plain)
-        else:
-            self.compiles, self.autocasts = False, self.dtype in HALF and self.dtype != weight.dtype
+            plain = compile or (batch == 1 and self.dtype == torch.float32)
+            self.model, self.autocasts = ready(model, self.dtype, not plain), False
         self.pieces = pieces(self.model, batch, self.dtype) if self.compiles else []
         room = min(room, config.context)
         self.cache = Cache(config, batch, room, padding_B=padding_B, device=self.device, dtype=self.dtype)
@@ -99,11 +101,12 @@ class Decoder:
             cache.reserve(needed)
         with torch.autocast(self.device.type, self.dtype, enabled=True) if self.autocasts else contextlib.nullcontext():
             if self.compiles and ids_BT.shape[1] == 1:
-                logits_BTV = self._one(ids_BT)
+                logits_BV = self._one(ids_BT)[:, 0]
             else:
                 hidden_BTD, _ = model.hidden(ids_BT, cache, **limits)
-                logits_BTV = model.logits(hidden_BTD[:, -1:])
-        return logits_BTV[:, 0].float()
+                # Without the tokens' axis: for the stride that a slice leaves to it torch would copy all of the weight.
+                logits_BV = model.logits(hidden_BTD[:, -1])
+        return logits_BV.float()
 
     @torch.inference_mode()
     def select(self, rows_K: Tensor) -> None:
@@ -157,11 +160,7 @@ def _compiled(part: Callable[..., Any], kind: str) -> Callable[..., Any]:
     setting with those it was made for, as is usual, takes as long as the piece. So each kind has a function of its own,
     as compiled code is kept by function."""
     own = types.FunctionType(part.__code__.replace(), part.__globals__, f"{part.__name__}_{kind}", part.__defaults__)
-    options: dict[str, Any] = {
-        "guard_filter_fn": lambda guards: [False] * len(guards),
-        # What a product reads is computed once, not anew for each of its rows.
-        "realize_opcount_threshold": 0,
-    }
+    options: dict[str, Any] = {**ONE_ROW, "guard_filter_fn": lambda guards: [False] * len(guards)}
     compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
     return compiled
 
@@ -206,6 +205,11 @@ def _is_untouched(module: nn.Module) -> bool:
     )
 
 
+def can_be_ready(model: GPT, dtype: torch.dtype) -> bool:
+    """Whether a copy with products in `dtype` computes what the model would under autocast."""
+    return is_as_built(model) and (dtype == model.head_weight.dtype or keeps_a_wide_stream(model))
+
+
 def keeps_a_wide_stream(model: GPT) -> bool:
     """Whether the residual stream, and so each norm's input and output, is as wide as the embeddings however narrow the
     products are."""
@@ -219,6 +223,18 @@ def can_be_split(model: GPT) -> bool:
         isinstance(block, Block) and type(block.attention) is Attention and isinstance(block.config.mlp, (Dense, Gated))
         for block in model.blocks
     )
+
+
+def why_not_compiled(model: GPT, batch: int, dtype: torch.dtype) -> str | None:
+    """Why decoding cannot be compiled, and the way out; None where it can be."""
+    if model.head_weight.device.type == "cpu" and batch > 1:
+        return f"on a CPU it is for one sequence at a time, not for {batch}: leave it out"
+    if not can_be_split(model) or not can_be_ready(model, dtype):
+        return (
+            "it is for softmax attention and feed-forwards without experts, with every module as it was built: leave "
+            "it out for this model"
+        )
+    return None
 
 
 def ready(model: GPT, dtype: torch.dtype, pack: bool) -> GPT:

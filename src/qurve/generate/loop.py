@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qurve.data.tokenizers import Tokenizer
 from qurve.errors import BadInput, did_you_mean
-from qurve.generate.decoder import Decoder
+from qurve.generate.decoder import Decoder, why_not_compiled
 from qurve.generate.sampling import Sampling
 from qurve.generate.text import TextStream
 from qurve.model.gpt import GPT
@@ -72,6 +72,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     beyond: Beyond = "refuse",
     dtype: torch.dtype | None = None,
+    compile: bool = False,
 ) -> list[Generated]:
     """Continue every prompt, `samples` times each; the results in the order of the prompts. See `stream`."""
     pieces = stream(
@@ -85,6 +86,7 @@ def generate(
         stop_ids=stop_ids,
         beyond=beyond,
         dtype=dtype,
+        compile=compile,
     )
     return sorted((piece.result for piece in pieces if piece.result), key=lambda made: (made.prompt, made.sample))
 
@@ -101,6 +103,7 @@ def stream(
     stop_ids: Sequence[int] | None = None,
     beyond: Beyond = "refuse",
     dtype: torch.dtype | None = None,
+    compile: bool = False,
 ) -> Iterator[Piece]:
     """The same as it is made, token by token, the texts of a batch side by side.
 
@@ -108,6 +111,7 @@ def stream(
     strings that end a text. `stop_ids`: ids that do; None stands for the tokenizer's end of text. `max_new_tokens`:
     None goes on until the context is full. `beyond`: what happens to a text that outgrows the context: `refuse` such
     a call, or `slide`: read the last half of the context anew and go on from there. `dtype`: of the matrix products.
+    `compile`: spend some seconds first, so that each token costs less (see `Decoder`).
 
     Every sequence has random numbers of its own, from the seed, its prompt and its sample: what else is in the batch
     has no part in them. Ids beyond the tokenizer's are never made. Raises `BadInput` before anything is made.
@@ -140,7 +144,9 @@ def stream(
             chance = torch.Generator().manual_seed(stream_seed(sampling.seed, f"generate/{sample}/{prompt_ids}"))
             shown = None if tokenizer is None else TextStream(tokenizer, stop)
             texts.append(_Text(prompt, sample, list(prompt_ids), limits, chance, shown))
-    return _run(model, texts, samples, sampling, n_ids, dtype)
+    if compile and (reason := why_not_compiled(model, len(texts), dtype or model.head_weight.dtype)):
+        raise BadInput(f"compile: {reason}")
+    return _run(model, texts, samples, sampling, n_ids, dtype, compile)
 
 
 # ------------------------------------------------------------------------------------------------------------- the loop
@@ -202,10 +208,16 @@ class _Text:
 
 
 def _run(
-    model: GPT, texts: list[_Text], samples: int, sampling: Sampling, n_ids: int, dtype: torch.dtype | None
+    model: GPT,
+    texts: list[_Text],
+    samples: int,
+    sampling: Sampling,
+    n_ids: int,
+    dtype: torch.dtype | None,
+    compile: bool,
 ) -> Iterator[Piece]:
     context, device = model.config.context, model.head_weight.device
-    decoder, logits_BV = _read(model, texts[::samples], dtype)  # each prompt once, for all of its samples
+    decoder, logits_BV = _read(model, texts[::samples], dtype, compile)  # each prompt once, for all of its samples
     if samples > 1:
         rows_B = torch.arange(len(texts) // samples, device=device).repeat_interleave(samples)
         decoder.select(rows_B)
@@ -236,10 +248,10 @@ def _run(
         if decoder.filled < context:
             logits_BV = decoder.read(token_B1)
         else:
-            decoder, logits_BV = _read(model, texts, dtype)
+            decoder, logits_BV = _read(model, texts, dtype, compile)
 
 
-def _read(model: GPT, texts: list[_Text], dtype: torch.dtype | None) -> tuple[Decoder, Tensor]:
+def _read(model: GPT, texts: list[_Text], dtype: torch.dtype | None, compile: bool) -> tuple[Decoder, Tensor]:
     """A decoder that has read the texts so far, and the logits of what follows them."""
     context, device = model.config.context, model.head_weight.device
     seen = [text.seen_by(context) for text in texts]
@@ -253,6 +265,7 @@ def _read(model: GPT, texts: list[_Text], dtype: torch.dtype | None) -> tuple[De
         torch.tensor(padding, device=device) if any(padding) else None,
         min(context, longest + to_come),
         dtype,
+        compile=compile,
     )
     whole = model.config.attends == "prefix"  # all of a prefix has to be in one pass
     for part_BT in torch.split(ids_BT, longest if whole else CHUNK, dim=1):
