@@ -35,7 +35,7 @@ def _attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, scale: float) -> tup
     q_NTE, k_NTE, v_NTE = (t.reshape(-1, *t.shape[2:]) for t in (q_BHTE, k_BHTE, v_BHTE))
     parts, log_sums = [], []
     for begin, end in _blocks(q_NTE.shape[1]):
-        logits_NTS = _logits(q_NTE[:, begin:end], k_NTE[:, :end], begin, scale)
+        logits_NTS = _logits(q_NTE[:, begin:end], _first(k_NTE, end), begin, scale)
         peak_NT1 = logits_NTS.amax(-1, keepdim=True)
         weights_NTS = torch.exp(logits_NTS - peak_NT1)
         sum_NT1 = weights_NTS.sum(-1, keepdim=True)
@@ -53,24 +53,39 @@ def _attend_backward(
     )
     wide = log_sum_NT1.dtype
     mean_NT1 = (y_NTE.to(wide) * dy_NTE.to(wide)).sum(-1, keepdim=True)
-    dq, dk_NTE, dv_NTE = [], torch.zeros_like(k_NTE, dtype=wide), torch.zeros_like(v_NTE, dtype=wide)
+    dq, dk, dv = [], [], []
     for begin, end in _blocks(q_NTE.shape[1]):
-        q_part, dy_part, k_part = q_NTE[:, begin:end], dy_NTE[:, begin:end], k_NTE[:, :end]
+        q_part, dy_part, k_part = q_NTE[:, begin:end], dy_NTE[:, begin:end], _first(k_NTE, end)
         weights_NTS = torch.exp(_logits(q_part, k_part, begin, scale) - log_sum_NT1[:, begin:end])
-        d_weights_NTS = torch.bmm(dy_part, v_NTE[:, :end].transpose(1, 2)).to(wide)
+        d_weights_NTS = torch.bmm(dy_part, _first(v_NTE, end).transpose(1, 2)).to(wide)
         d_logits_NTS = (scale * weights_NTS * (d_weights_NTS - mean_NT1[:, begin:end])).to(q_NTE.dtype)
         dq.append(torch.bmm(d_logits_NTS, k_part))
-        dk_NTE[:, :end] += torch.bmm(d_logits_NTS.transpose(1, 2), q_part)
-        dv_NTE[:, :end] += torch.bmm(weights_NTS.to(v_NTE.dtype).transpose(1, 2), dy_part)
+        dk.append(torch.bmm(d_logits_NTS.transpose(1, 2), q_part))
+        dv.append(torch.bmm(weights_NTS.to(v_NTE.dtype).transpose(1, 2), dy_part))
     return (
         _as_heads(torch.cat(dq, dim=1), q_BHTE),
-        _as_heads(dk_NTE.to(k_NTE.dtype), q_BHTE),
-        _as_heads(dv_NTE.to(v_NTE.dtype), q_BHTE),
+        _as_heads(_summed(dk, wide), q_BHTE),
+        _as_heads(_summed(dv, wide), q_BHTE),
     )
+
+
+def _summed(parts: list[Tensor], wide: torch.dtype) -> Tensor:
+    """The sum of what each block of queries gives to the keys that it sees, `[N, T, E]`, summed in `wide`: for each
+    block of keys at once, so that the compiler makes one pass of it."""
+    blocks = []
+    for place, (begin, end) in enumerate(_blocks(parts[-1].shape[1])):
+        first, *others = (part[:, begin:end].to(wide) for part in parts[place:])
+        blocks.append(sum(others, start=first))
+    return torch.cat(blocks, dim=1).to(parts[0].dtype)
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + BLOCK, length)) for begin in range(0, length, BLOCK)]
+
+
+def _first(t_NTE: Tensor, end: int) -> Tensor:
+    """The first `end` rows, in memory of their own: `bmm` would copy a transposed slice number by number."""
+    return t_NTE[:, :end].contiguous()
 
 
 def _logits(q_NTE: Tensor, k_NSE: Tensor, begin: int, scale: float) -> Tensor:
