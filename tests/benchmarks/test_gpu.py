@@ -47,8 +47,8 @@ def test_rehearsal_passes_where_torch_numpy_and_safetensors_are_all_there_is(tmp
     assert json.loads(done.stdout.splitlines()[-1]) == found
 
 
-def bench(file: Path | None = None, minutes: float = 1.0) -> gpu.Bench:
-    return gpu.Bench("cpu", gpu.REHEARSAL, Results(file, {"benchmark": "gpu"}), time.monotonic() + 60 * minutes)
+def bench(file: Path | None = None) -> gpu.Bench:
+    return gpu.Bench("cpu", gpu.REHEARSAL, Results(file, {"benchmark": "gpu"}), time.monotonic() + 60)
 
 
 def test_failed_section_is_named_and_the_next_begins(capsys: pytest.CaptureFixture[str]) -> None:

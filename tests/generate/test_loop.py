@@ -178,7 +178,7 @@ class Scripted:
     """Shape of all that was read."""
     unlikely: float = -30.0
 
-    def __init__(self, model: GPT, batch: int, padding_B: Tensor | None, room: int, dtype: Any = None) -> None:
+    def __init__(self, model: GPT, batch: int, padding_B: Tensor | None, *_: Any, compile: bool) -> None:
         self.rows, self.at, self.filled, self.vocabulary = list(range(batch)), -1, 0, model.config.vocab_size
 
     def read(self, ids_BT: Tensor) -> Tensor:
