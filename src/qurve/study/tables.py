@@ -31,6 +31,11 @@ def plain(value: float | None, digits: int) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
+def chance(p: float | None) -> str:
+    """A p value: four decimals, and never a bare zero."""
+    return "<0.0001" if p is not None and p < 1e-4 else plain(p, 4)
+
+
 def rate(value: float | None) -> str:
     """A hyperparameter as people write it: 6e-4, 0.1."""
     if value is None:
@@ -75,7 +80,7 @@ def terminal_table(results: StudyResults) -> Group:
 
     table = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", padding=(0, 0, 0, 1))
     table.add_column("arm", overflow="fold")
-    for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "ΔLL", "ΔPPX", "tokens/s"):
+    for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "p\nHolm\nflip", "ΔLL", "ΔPPX", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)  # 80 columns must not cost a digit
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
         diff = signed(row["diff"], 4)
@@ -87,6 +92,7 @@ def terminal_table(results: StudyResults) -> Group:
             f"{row['non_embedding']:,}",
             loss_in_words(arm).replace(" (", "\n("),
             diff,
+            "\n".join(chance(row[key]) for key in ("p", "p_holm", "p_signflip")) if row["p"] is not None else NONE,
             signed(row["dll_percent"], 2, "%"),
             signed(row["dppx_percent"], 2, "%"),
             plain(row["tokens_per_s"], 0),
