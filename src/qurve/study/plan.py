@@ -115,7 +115,7 @@ def plan_sentences(plan: dict[str, Any]) -> list[str]:
         )
     else:
         said.append(
-            "Hours are known of arms that the study named with --from has run at these sizes; qurve plan PRESET guesses "
+            "Hours are known of arms that the study named with --from has run at this size; qurve plan PRESET guesses "
             "those of one run."
         )
     if plan["sd_of_differences"] is None:

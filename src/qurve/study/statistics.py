@@ -132,7 +132,13 @@ def comparisons(results: StudyResults) -> list[Comparison]:
 
 
 def compare(results: StudyResults, arm: Arm) -> Comparison:
-    """Compare `arm` with the study's baseline. The other arms matter too: all are one family of tests."""
+    """Compare `arm` with the study's baseline. The other arms matter too: all are one family of tests.
+
+    The baseline, compared with itself, is noise and no part of the family.
+    """
+    if arm.name == results.baseline.name:
+        pair = _paired(results, arm, _refusal(results, arm))
+        return _judged(results, arm, pair, pair.p, 1)
     return next(pair for pair in comparisons(results) if pair.arm == arm.name)
 
 

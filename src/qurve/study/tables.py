@@ -32,8 +32,10 @@ def plain(value: float | None, digits: int) -> str:
 
 
 def chance(p: float | None) -> str:
-    """A p value: four decimals, and never a bare zero."""
-    return "<0.0001" if p is not None and p < 1e-4 else plain(p, 4)
+    """A p value in five signs: `.0625`, `<1e-4`, `1`."""
+    if p is None:
+        return NONE
+    return "<1e-4" if p < 1e-4 else f"{p:.4f}".removeprefix("0").removesuffix(".0000")
 
 
 def rate(value: float | None) -> str:
@@ -80,7 +82,7 @@ def terminal_table(results: StudyResults) -> Group:
 
     table = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", padding=(0, 0, 0, 1))
     table.add_column("arm", overflow="fold")
-    for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "p\nHolm\nflip", "ΔLL", "ΔPPX", "tokens/s"):
+    for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "p\nHolm\nflip", "ΔLL\nΔPPX", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)  # 80 columns must not cost a digit
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
         diff = signed(row["diff"], 4)
@@ -93,8 +95,9 @@ def terminal_table(results: StudyResults) -> Group:
             loss_in_words(arm).replace(" (", "\n("),
             diff,
             "\n".join(chance(row[key]) for key in ("p", "p_holm", "p_signflip")) if row["p"] is not None else NONE,
-            signed(row["dll_percent"], 2, "%"),
-            signed(row["dppx_percent"], 2, "%"),
+            "\n".join(signed(row[key], 2, "%") for key in ("dll_percent", "dppx_percent"))
+            if row["diff"] is not None
+            else NONE,
             plain(row["tokens_per_s"], 0),
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text, not markup: a label may hold brackets
