@@ -84,9 +84,9 @@ def floor_of(losses: Losses, baseline: str) -> NoiseFloor | None:
             found.append(PairedNoise(arm, _deviation([a - b for a, b in pairs]), _correlation(pairs)))
     pooled = None
     if found:
-        freedom = sum(arm.differences.n - 1 for arm in found)
-        value = math.sqrt(sum((arm.differences.n - 1) * arm.differences.value**2 for arm in found) / freedom)
-        n = max(arm.differences.n for arm in found)
+        freedom = sum(one.differences.n - 1 for one in found)
+        value = math.hypot(*(math.sqrt((one.differences.n - 1) / freedom) * one.differences.value for one in found))
+        n = max(one.differences.n for one in found)
         pooled = Deviation(value, *deviation_interval(value, n), n)
     return NoiseFloor(statistics.fmean(base.values()), _deviation(list(base.values())), tuple(found), pooled)
 
@@ -99,7 +99,7 @@ def _deviation(values: list[float]) -> Deviation:
 def _correlation(pairs: list[tuple[float, float]]) -> float | None:
     try:
         return statistics.correlation(*map(list, zip(*pairs, strict=True)))
-    except statistics.StatisticsError:
+    except (ValueError, OverflowError):  # a constant arm, or losses beyond all measure
         return None
 
 
