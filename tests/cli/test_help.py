@@ -58,14 +58,16 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
         ),
         ("prepare", "--out --tokenizer --split --workers --json"),
         ("report", "--json"),
-        ("study", "FOLDER status --json"),
+        ("study", "status plan"),
+        ("study status", "FOLDER --json"),
+        ("study plan", "STUDY --effect --from --json"),
         ("watch", "RUN|STUDY"),
         ("presets", "--json"),
         ("plan", "--steps --device --set --json"),
     ],
 )
 def test_help_of_a_command_names_its_flags(command: str, flags: str) -> None:
-    told = call(command, "--help")
+    told = call(*command.split(), "--help")
     assert told.code == 0
     assert [flag for flag in flags.split() if flag not in told.out] == []
 

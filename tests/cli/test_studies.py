@@ -36,8 +36,8 @@ STUDY = Study("broken", "Broken", arms, seeds=(1,))
 """
 )
 ROW_KEYS = (
-    "arm seeds_n non_embedding flops_per_token val_loss diff diff_low diff_high dll_percent dppx_percent tokens_per_s "
-    "verdict"
+    "arm seeds_n non_embedding flops_per_token val_loss diff diff_low diff_high p p_holm p_signflip dll_percent "
+    "dppx_percent tokens_per_s verdict"
 )
 
 
@@ -242,6 +242,37 @@ def test_status_of_a_study_names_every_run_and_touches_nothing(study: Path) -> N
     told = words(call("study", "status", study).out)
     assert "4 finished, 1 failed, 1 waiting" in told
     assert snapshot(study) == before
+
+
+def test_a_study_is_planned_from_what_another_found(study_file: Path, study: Path, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    done = call("study", "plan", study_file, "--from", study, "--effect", "5%", "--json")
+    assert done.code == 0, done.err
+    plan = done.json
+    assert (plan["runs"], plan["seeds"], plan["other_settings"]) == (6, 3, [])
+    assert plan["seeds_needed"] >= 3
+    assert plan["hours"] > 0
+    evidence = study / "report" / "evidence.json"
+    kept = call("study", "plan", study_file, "--from", evidence, "--effect", "5%", "--json").json
+    assert {**kept, "source": ""} == {**plan, "source": ""}
+    told = words(call("study", "plan", study_file, "--from", study, "--effect", "5%").out)
+    assert f"you need n = {plan['seeds_needed']:,} seeds" in told
+    assert "No noise figure is known" in words(call("study", "plan", study_file).out)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("smal",), "no study 'smal'; did you mean 'small'?"),
+        (("small", "--effect", "0.2"), "in per cent of the baseline's loss"),
+        (("small", "--from", "missing"), "missing is not there"),
+    ],
+)
+def test_a_plan_without_sense_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    refused = call("study", "plan", *arguments)
+    assert (refused.code, refused.out) == (2, "")
+    assert said in words(refused.err)
 
 
 @pytest.mark.parametrize("command", [("study", "status"), ("watch",)])

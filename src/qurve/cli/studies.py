@@ -7,10 +7,11 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
+from tyro.extras import SubcommandApp
 
 from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option, plain
 from qurve.errors import EXIT_FAILED, BadInput
@@ -114,8 +115,12 @@ def report(
     return 0
 
 
-def study(
-    action: Annotated[Positional[Literal["status"]], arg(help="What to do with the study.")],
+study = SubcommandApp()
+"""The actions on a study that make no run: `qurve study status`, `qurve study plan`."""
+
+
+@study.command(name="status")
+def study_status(
     folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, or a run's.")],
     as_json: Json = False,
 ) -> int:
@@ -127,6 +132,34 @@ def study(
         print(status_json(watched.look()))
     else:
         Console().print(status_table(watched.look()))
+    return 0
+
+
+@study.command(name="plan")
+def study_plan(
+    study: Annotated[
+        Positional[str], arg(metavar="STUDY", help="A built-in study (small, paper, zoo) or a Python file.")
+    ] = "small",
+    effect: Annotated[
+        str, option(metavar="X%", help="The gain to be seen, in per cent of the baseline's loss. Default: 0.2%.")
+    ] = "0.2%",
+    known: Annotated[
+        Path | None,
+        option(name="from", metavar="FOLDER|FILE", help="A study, or its evidence.json, that shows noise and speed."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """What a study will take, and how many seeds it needs. Nothing is created."""
+    from qurve.study.definition import load_study
+    from qurve.study.noise import known_from
+    from qurve.study.plan import built_in_knowledge, make_plan, parse_effect, plan_table
+
+    wanted, fraction = load_study(study), parse_effect(effect)
+    plan = make_plan(wanted, fraction, built_in_knowledge(study) if known is None else known_from(known))
+    if as_json:
+        print(json.dumps(plan))
+    else:
+        Console().print(plan_table(plan))
     return 0
 
 

@@ -161,6 +161,8 @@ class StudyResults:
     search: Search | None
     earlier_seeds: tuple[tuple[int, ...], ...] = ()
     """The sets of seeds that the study was run with before this one."""
+    looks: tuple[int, ...] = ()
+    """The numbers of seeds at which a look at the result was declared before the first run."""
 
     @property
     def others(self) -> list[Arm]:
@@ -213,6 +215,7 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
             seeds=seeds,
             search=None if tree.get("search") is None else _search(tree["search"]),
             earlier_seeds=tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ())),
+            looks=tuple(_number(look, "looks", int) for look in tree.get("looks", ())),
         )
     except KeyError as error:
         raise BadInput(f"{source}: the field {error} is missing") from None

@@ -31,6 +31,13 @@ def plain(value: float | None, digits: int) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
+def chance(p: float | None) -> str:
+    """A p value in five signs: `.0625`, `<1e-4`, `1`."""
+    if p is None:
+        return NONE
+    return "<1e-4" if p < 1e-4 else f"{p:.4f}".removeprefix("0").removesuffix(".0000")
+
+
 def rate(value: float | None) -> str:
     """A hyperparameter as people write it: 6e-4, 0.1."""
     if value is None:
@@ -75,7 +82,7 @@ def terminal_table(results: StudyResults) -> Group:
 
     table = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", padding=(0, 0, 0, 1))
     table.add_column("arm", overflow="fold")
-    for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "ΔLL", "ΔPPX", "tokens/s"):
+    for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "p\nHolm\nflip", "ΔLL\nΔPPX", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)  # 80 columns must not cost a digit
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
         diff = signed(row["diff"], 4)
@@ -87,8 +94,10 @@ def terminal_table(results: StudyResults) -> Group:
             f"{row['non_embedding']:,}",
             loss_in_words(arm).replace(" (", "\n("),
             diff,
-            signed(row["dll_percent"], 2, "%"),
-            signed(row["dppx_percent"], 2, "%"),
+            "\n".join(chance(row[key]) for key in ("p", "p_holm", "p_signflip")) if row["p"] is not None else NONE,
+            "\n".join(signed(row[key], 2, "%") for key in ("dll_percent", "dppx_percent"))
+            if row["diff"] is not None
+            else NONE,
             plain(row["tokens_per_s"], 0),
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text, not markup: a label may hold brackets
