@@ -115,19 +115,68 @@ def report(
 
 
 def study(
-    action: Annotated[Positional[Literal["status"]], arg(help="What to do with the study.")],
-    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, or a run's.")],
+    action: Annotated[Positional[Literal["status", "ladder"]], arg(help="What to do.")],
+    what: Annotated[
+        Positional[str],
+        arg(
+            metavar="FOLDER|LADDER",
+            help="status: a study's folder, or a run's. ladder: small, paper, or a Python file exposing LADDER.",
+        ),
+    ],
+    out: Annotated[Path | None, option(metavar="DIR", help="ladder: its folder. Default: runs/ladder-LADDER.")] = None,
+    data: Data = None,
+    workers: Annotated[
+        int | None, option(metavar="N", help="ladder: runs at a time. Default: one per core, or one per GPU.")
+    ] = None,
+    retries: Annotated[
+        int, option(metavar="N", help="ladder: times that a failed run is tried again. Default: 1.")
+    ] = 1,
     as_json: Json = False,
 ) -> int:
-    """Say how far a study's runs are, from its folder alone: it may be at work anywhere."""
+    """Say how far a study's runs are, from its folder alone; or make a ladder of studies over sizes and lengths.
+
+    status: it may be at work anywhere. ladder: the same arms at several sizes, each a full schedule; says how the gain
+    changes with scale. Runs that are finished are kept, so that the same command goes on with what was cut short.
+    """
+    if action == "ladder":
+        return _ladder(what, out, data, workers, as_json)
+    if any(value is not None for value in (out, data, workers)):
+        raise BadInput("--out, --data and --workers belong to `qurve study ladder`")
     from qurve.study.watch import Watched, status_json, status_table
 
-    watched = Watched(folder)
+    watched = Watched(Path(what))
     if as_json:
         print(status_json(watched.look()))
     else:
         Console().print(status_table(watched.look()))
     return 0
+
+
+def _ladder(name: str, out: Path | None, data: Path | None, workers: int | None, as_json: bool) -> int:
+    from qurve.study.ladder import load_definition, refuse_foreign, run_ladder
+    from qurve.study.ladder_results import FILE, lines, table, to_json
+
+    wanted = load_definition(name)
+    if workers is not None:
+        at_least("--workers", workers, 1)
+    folder = out or Path("runs") / f"ladder-{wanted.name}"
+    refuse_foreign(folder, wanted.name)
+    config = wanted.rungs[0].study.arms[0].config.data
+    if data is not None:
+        config = dataclasses.replace(config, path=str(data))
+    console = console_for(as_json)
+    command = " ".join(["qurve", *sys.argv[1:]])
+    with data_in(folder, config) as opened:
+        results, failed = run_ladder(wanted, folder, opened, command=command, say=plain(console), workers=workers)
+    console.print(table(results))
+    for line in lines(results):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"evidence: {folder / FILE}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print(to_json(results))
+    for run, reason in failed.items():
+        console.print(f"failed: {run}: {reason}", markup=False, highlight=False)
+    return EXIT_FAILED if failed else 0
 
 
 def watch(

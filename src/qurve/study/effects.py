@@ -87,7 +87,7 @@ def effects(results: StudyResults) -> list[Effect]:
 
 def effect(results: StudyResults, arm: Arm) -> Effect:
     """The effect of `arm` against the study's baseline."""
-    reason = _not_comparable(results, arm)
+    reason = not_comparable(results, arm)
     seeds = shared_seeds(results, [arm]) if reason is None else ()
     if not seeds:
         unknown = Unknown(reason or "no seed is finished in both")
@@ -98,12 +98,12 @@ def effect(results: StudyResults, arm: Arm) -> Effect:
     return Effect(
         arm=arm.name,
         seeds=seeds,
-        dll_percent=_log_loss(ours, base),
+        dll_percent=log_loss_gain(ours, base),
         dppx_percent=_falling(difference, lambda nats: relative_gains(mean + nats, mean)[1]),
-        bits_per_byte=_asked(lambda: _per_byte(results, difference)),
-        saved=_asked(lambda: saved(results, arm, seeds)),
-        parameters=_asked(lambda: equivalent_gain(results, arm, "params")),
-        compute=_asked(lambda: equivalent_gain(results, arm, "flops")),
+        bits_per_byte=asked(lambda: _per_byte(results, difference)),
+        saved=asked(lambda: saved(results, arm, seeds)),
+        parameters=asked(lambda: equivalent_gain(results, arm, "params")),
+        compute=asked(lambda: equivalent_gain(results, arm, "flops")),
     )
 
 
@@ -127,7 +127,7 @@ def _memories(arm: Arm) -> list[int]:
     return [value for value in found if type(value) is int and value > 0]
 
 
-def _asked(question: Callable[[], T]) -> T | Unknown:
+def asked(question: Callable[[], T]) -> T | Unknown:
     try:
         return question()
     except BadInput as error:
@@ -156,7 +156,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(*paired_interval(values), len(values))
 
 
-def _not_comparable(results: StudyResults, arm: Arm) -> str | None:
+def not_comparable(results: StudyResults, arm: Arm) -> str | None:
+    """Why no number of this arm means anything beside the baseline's; None where nothing speaks against it."""
     apart = results.batches.difference_of(arm.name, results.baseline.name)
     if apart is not None:
         return apart
@@ -172,7 +173,7 @@ def _falling(x: Estimate, gain: Callable[[float], float]) -> Estimate:
     return Estimate(gain(x.value), low, high, x.n)
 
 
-def _log_loss(ours: Sequence[float], base: Sequence[float]) -> Estimate:
+def log_loss_gain(ours: Sequence[float], base: Sequence[float]) -> Estimate:
     """Relative gain of the mean losses, in per cent, with the interval of a ratio of means."""
     value = relative_gains(statistics.fmean(ours), statistics.fmean(base))[0]
     bounds = ratio_interval(np.asarray(ours), np.asarray(base)) if len(ours) > 1 else None
@@ -299,7 +300,7 @@ def equivalent_gain(results: StudyResults, arm: Arm, quantity: Literal["params",
     others = [
         other
         for other in sized_baselines(results)
-        if other.name != arm.name and not other.unfinished and _not_comparable(results, other) is None
+        if other.name != arm.name and not other.unfinished and not_comparable(results, other) is None
     ]
     best: dict[float, Arm] = {}
     for other in sorted(others, key=lambda one: one.val_loss or math.inf):

@@ -78,10 +78,13 @@ def hoffmann_loss(parameters: float, tokens: float) -> float:
     return by["E"] + by["A"] * math.pow(parameters, -by["alpha"]) + by["B"] * math.pow(tokens, -by["beta"])
 
 
-def hoffmann_exponent(parameters: float, tokens: float) -> float:
-    """Their local exponent over parameters, `-d ln L / d ln N` at fixed tokens: what a fit without a floor finds."""
-    by = PUBLISHED[1].numbers
-    return by["alpha"] * by["A"] * math.pow(parameters, -by["alpha"]) / hoffmann_loss(parameters, tokens)
+def hoffmann_exponents(parameters: float, tokens: float) -> dict[str, float]:
+    """Their local exponents, `-d ln L / d ln x`: what a fit without a floor finds. Over parameters `N` at fixed tokens,
+    over tokens `D` at fixed parameters, and over `N` with `D` growing alike."""
+    by, loss = PUBLISHED[1].numbers, hoffmann_loss(parameters, tokens)
+    over_N = by["alpha"] * by["A"] * math.pow(parameters, -by["alpha"]) / loss
+    over_D = by["beta"] * by["B"] * math.pow(tokens, -by["beta"]) / loss
+    return {"N": over_N, "D": over_D, "N with D": over_N + over_D}
 
 
 # ---------------------------------------------------------------------------------------------------------- power laws
