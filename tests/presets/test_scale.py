@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qurve import presets
-from qurve.accounting import count
+from qurve.accounting import PEAK_FLOPS, count
 from qurve.config import differences
 from qurve.data.loader import TokenData
 from qurve.presets import scale
@@ -66,3 +66,13 @@ def test_a_toy_trains(data: TokenData, tmp_path: Path) -> None:
     losses = [line["loss"] for line in run.eval_lines()]
     assert run.status()["status"] == "finished"
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", [f"scale/{name}" for name in scale.NAMES])
+def test_the_guide_says_what_each_run_takes(name: str) -> None:
+    config = presets.get(name)
+    cost, train = count(config.model), config.train
+    flops = train.updates * train.tokens_per_step * cost.flops_per_token
+    hours = flops / (0.4 * PEAK_FLOPS["NVIDIA H200"]["bf16"]) / 3600
+    row = f"| `{name}` | {cost.total:,} | {flops:.3g} | {hours:.0f} |"
+    assert row in (Path(__file__).parents[2] / "REPRODUCE.md").read_text(encoding="utf-8")
