@@ -215,6 +215,16 @@ def test_another_ladders_folder_is_refused(made: tuple[Path, LadderResults], dat
         run_ladder(other, tmp_path, data, command="", say=lambda text: None)
 
 
+def test_a_rung_that_cannot_be_trained_is_refused_before_any_is(data: TokenData, tmp_path: Path) -> None:
+    def bad(config: RunConfig) -> RunConfig:
+        return apply_settings(config, ["train.micro_batch=3"] if config.model.n_layers == 2 else [])
+
+    one = ladder("l", "L", tiny(), SIZES, ARMS | {"bad": bad}, tokens_per_parameter=0.03)
+    with pytest.raises(BadInput, match="does not divide the step's 4 sequences"):
+        run_ladder(one, tmp_path / "out", data, command="", say=lambda text: None)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_makes_a_ladder_and_says_what_came_out(
     data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.files import write_atomic
 from qurve.study.definition import LABELS, Arm, Study
 from qurve.study.execute import Say, run_study
+from qurve.study.jobs import resolved
 from qurve.study.ladder_results import FILE, LadderResults, load_ladder, measured, to_json
 from qurve.train.config import RunConfig
 
@@ -156,9 +157,12 @@ def run_ladder(
     """Make every rung below `folder`, or the rest of what was begun, and write `ladder.json` after each.
 
     `options` are `run_study`'s (workers, cluster, retries, pool). Returns what was measured, and the name and reason of
-    each run that failed. Raises `BadInput` when the folder holds another ladder.
+    each run that failed. Raises `BadInput`, before anything is made, when the folder holds another ladder or some rung
+    cannot be trained on this machine (on a cluster: when its turn comes).
     """
     refuse_foreign(folder, wanted.name)
+    if options.get("cluster") is None:
+        resolved([arm.config for rung in wanted.rungs for arm in rung.study.arms], 1, str(data.folder))
     failed: dict[str, str] = {}
     for place, rung in enumerate(wanted.rungs, 1):
         say(f"rung {place} of {len(wanted.rungs)}: {rung.study.title}")
