@@ -102,6 +102,7 @@ def test_two_points_give_a_curve_and_no_interval() -> None:
     ("losses", "floor", "message"),
     [
         ({1e6: [3.0, 3.1]}, None, "two sizes at least, not 1"),
+        ({1e6: [3.0], 1.1e6: [2.0]}, None, "more steeply than with an exponent of 3"),
         ({1e6: [3.0], 2e6: [3.1]}, None, "does not fall with size"),
         ({1e6: [3.0], 2e6: [2.9]}, 2.95, "a floor of 2.95 is not between zero and the lowest loss"),
         ({1e6: [3.0], 2e6: [math.nan]}, None, "sizes and losses above zero"),
@@ -172,6 +173,7 @@ def test_its_interval_covers_as_often_as_it_says() -> None:
         ([3.0], [2.9], {1.125: [3.01]}, "the larger baseline is not better than the baseline"),
         ([3.0, 3.1, 2.9], [2.9, 3.0, 2.8], {1.125: [2.9, 3.2, 2.79]}, "cannot be told from the baseline in 3 seeds"),
         ([3.0], [2.0], {1.125: [2.97]}, "a size relative to the baseline's at .* would be extrapolated"),
+        ([3.0], [1.0], {1.125: [3.0 - 1e-9]}, "a size relative to the baseline's at .* would be extrapolated"),
         ([3.0, 3.0], [2.9, 2.9], {1.125: [2.97]}, "the loss of the same seeds"),
         ([], [], {1.125: []}, "one at least"),
         ([3.0], [2.9], {1.0: [2.97]}, "ratios above zero and not one, not 1"),

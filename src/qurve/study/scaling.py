@@ -24,6 +24,11 @@ MOST_BEYOND = 2.0
 SIZES_FOR_A_FLOOR = 4
 """Fewer different sizes cannot tell a floor `E` from a smaller exponent: then it is fixed, at zero if none is given."""
 
+STEEPEST = 3.0
+"""Largest exponent that is looked for."""
+LARGEST_LOG = 700.0
+"""The exponential of more overflows."""
+
 Floats = npt.NDArray[np.float64]
 Losses = Mapping[float, Sequence[float]]
 """Size -> the losses of its runs, one a seed."""
@@ -65,8 +70,8 @@ PUBLISHED = (
         "Hoffmann et al. 2022",
         "L = E + A / N^alpha + B / D^beta",
         {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28},
-        "arXiv 2203.15556, section 3.3 and equation 10",
-        "N with embeddings, MassiveText, a vocabulary of 32,000",
+        "arXiv 2203.15556, section 3.3 and appendix D.3",
+        "N with embeddings, MassiveText, a vocabulary of 32,000; a later fit to its data differs (arXiv 2404.10102)",
     ),
 )
 """Printed beside a measured exponent, never used in its place: other data and tokens."""
@@ -162,6 +167,8 @@ def fit_power_law(losses: Losses, *, floor: float | None = None, level: float = 
         is_free, (alpha, E, a) = False, _best_exponent(x_N, loss_N, 0.0)
     if alpha <= 0 or a <= 0:
         raise BadInput("the loss does not fall with size here: there is no exponent to speak of")
+    if alpha > 0.999 * STEEPEST:
+        raise BadInput(f"the loss falls more steeply than with an exponent of {STEEPEST:g}: that is no power law")
 
     fall_N = x_N**-alpha
     columns = [fall_N, -a * fall_N * np.log(x_N), np.ones_like(x_N)][: 3 if is_free else 2]
@@ -191,10 +198,6 @@ def fit_power_law(losses: Losses, *, floor: float | None = None, level: float = 
         residual=residual,
         covariance=None if covariance is None else tuple(tuple(map(float, row)) for row in covariance),
     )
-
-
-STEEPEST = 3.0
-"""Largest exponent that is looked for."""
 
 
 def _best_exponent(x_N: Floats, loss_N: Floats, floor: float | None) -> tuple[float, float, float]:
@@ -291,7 +294,8 @@ def equivalent(
     `base` and `arm` have a loss for each seed, and so has each of `sized`: baselines of another size, by its ratio to
     the baseline's; `own` is the arm's size likewise. A line through the baseline in `ln L` against `ln size` gives the
     exponent; the answer is `exp(gain / exponent) - 1`, the gain being `ln L_base - ln L_arm`. From 0.94 % at 1.125
-    times the parameters, 2.40 % are worth +35.4 % (arXiv 2603.13381, appendix).
+    times the parameters, 2.40 % are worth +35.4 % (arXiv 2603.13381, appendix). A loss that flattens with size is
+    steeper near the baseline than the line: sizes far from it overstate what a small gain is worth.
 
     The interval, from three seeds on, is Fieller's for a ratio of two means, paired by seed: gain and exponent share
     the baseline's noise. Raises `BadInput` without another size, where the larger ones are not better (from three
@@ -319,11 +323,11 @@ def equivalent(
                 "is not known; take more seeds, or a larger one"
             )
         low, high = bounds
-    check_range(math.exp(value), [1.0, *sized], "a size relative to the baseline's", most)
+    check_range(math.exp(min(value, LARGEST_LOG)), [1.0, *sized], "a size relative to the baseline's", most)
     farthest = max(sized, key=lambda ratio: abs(math.log(ratio)))
 
     def beyond(size: float) -> Estimate:
-        percents = [None if x is None else 100 * math.expm1(min(x - math.log(size), 700.0)) for x in (low, high)]
+        percents = [None if x is None else 100 * math.expm1(min(x - math.log(size), LARGEST_LOG)) for x in (low, high)]
         return Estimate(100 * math.expm1(value - math.log(size)), percents[0], percents[1], n)
 
     return Equivalent(beyond(1.0), beyond(own), exponent, farthest)
