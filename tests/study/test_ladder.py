@@ -239,7 +239,7 @@ def test_the_command_makes_a_ladder_and_says_what_came_out(
     assert done.code == 0, done.err
     assert [rung["name"] for rung in done.json["rungs"]] == ["1x32@0.03", "2x32@0.03"]
     told = words(done.err)
-    assert "twin, gain along size (0.03 tokens per parameter): not known: +0.000" in told
+    assert "twin, gain along size (0.03 tokens per parameter): not known: 0.000 percentage points" in told
     assert "Published over parameters: 0.076 (Kaplan et al. 2020" in told
     assert load_ladder(tmp_path / "out").name == "mine"
     refused = call("study", "status", tmp_path / "out" / "rungs" / "1x32@0.03", "--workers", 1)

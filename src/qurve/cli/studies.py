@@ -128,9 +128,6 @@ def study(
     workers: Annotated[
         int | None, option(metavar="N", help="ladder: runs at a time. Default: one per core, or one per GPU.")
     ] = None,
-    retries: Annotated[
-        int, option(metavar="N", help="ladder: times that a failed run is tried again. Default: 1.")
-    ] = 1,
     as_json: Json = False,
 ) -> int:
     """Say how far a study's runs are, from its folder alone; or make a ladder of studies over sizes and lengths.

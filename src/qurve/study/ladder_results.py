@@ -31,6 +31,7 @@ from qurve.study.scaling import (
 )
 from qurve.study.statistics import relative_gains
 from qurve.study.study_json import check_plain, one_line
+from qurve.study.tables import NONE, plain, signed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -350,9 +351,9 @@ def table(results: LadderResults) -> Table:
 
 def _cell(results: LadderResults, rung: RungResults, arm: str) -> str:
     if arm not in rung.arms or not rung.arms[arm].losses:
-        return "–"
+        return NONE
     losses = rung.arms[arm].losses
-    words = f"{sum(losses.values()) / len(losses):.4f}"
+    words = plain(sum(losses.values()) / len(losses), 4)
     return words if arm == results.baseline else f"{words}\n{percent(gain(results, rung, arm))}"
 
 
@@ -376,26 +377,26 @@ def lines(results: LadderResults) -> list[str]:
 
 
 def percent(found: Estimate | Unknown) -> str:
-    """`+2.40 % [+2.1, +2.7]`, or a dash."""
-    return "–" if isinstance(found, Unknown) else _with_interval(found, lambda x: f"{x:+.2f}", " %")
+    """`+2.40 % [+2.10, +2.70]`, or a dash."""
+    return NONE if isinstance(found, Unknown) else _with_interval(found, lambda x: signed(x, 2), " %")
 
 
 def _with_interval(found: Estimate, write: Callable[[float], str], unit: str = "") -> str:
     interval = "" if found.low is None or found.high is None else f" [{write(found.low)}, {write(found.high)}]"
-    return (write(found.value) + unit + interval).replace("-", "−")
+    return write(found.value) + unit + interval
 
 
 def _slope(found: Trend | Unknown) -> str:
     if isinstance(found, Unknown):
         return f"no slope ({found.why})"
-    size = _with_interval(found.per_doubling, lambda x: f"{x:+.3f}", " percentage points per doubling")
+    size = _with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
     return f"{found.outcome}: {size}"
 
 
 def _exponent(found: Fit | Unknown) -> str:
     if isinstance(found, Unknown):
         return f"no exponent ({found.why})"
-    return f"exponent {_with_interval(found.alpha, lambda x: f'{x:.3f}')}; {found.words}"
+    return f"exponent {_with_interval(found.alpha, lambda x: plain(x, 3))}; {found.words}"
 
 
 def _published(results: LadderResults, one: Series) -> str:
