@@ -242,8 +242,6 @@ def test_the_command_makes_a_ladder_and_says_what_came_out(
     assert "twin, gain along size (0.03 tokens per parameter): not known: 0.000 percentage points" in told
     assert "Published over parameters: 0.076 (Kaplan et al. 2020" in told
     assert load_ladder(tmp_path / "out").name == "mine"
-    refused = call("study", "status", tmp_path / "out" / "rungs" / "1x32@0.03", "--workers", 1)
-    assert (refused.code, "belong to `qurve study ladder`" in words(refused.err)) == (2, True)
 
 
 # ------------------------------------------------------------------------------------------------ what it says, planted

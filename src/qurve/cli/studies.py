@@ -7,10 +7,11 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
+from tyro.extras import SubcommandApp
 
 from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option, plain
 from qurve.errors import EXIT_FAILED, BadInput
@@ -114,34 +115,19 @@ def report(
     return 0
 
 
-def study(
-    action: Annotated[Positional[Literal["status", "ladder"]], arg(help="What to do.")],
-    what: Annotated[
-        Positional[str],
-        arg(
-            metavar="FOLDER|LADDER",
-            help="status: a study's folder, or a run's. ladder: small, paper, or a Python file exposing LADDER.",
-        ),
-    ],
-    out: Annotated[Path | None, option(metavar="DIR", help="ladder: its folder. Default: runs/ladder-LADDER.")] = None,
-    data: Data = None,
-    workers: Annotated[
-        int | None, option(metavar="N", help="ladder: runs at a time. Default: one per core, or one per GPU.")
-    ] = None,
+study = SubcommandApp()
+"""The actions on a study, and on a ladder of them."""
+
+
+@study.command(name="status")
+def study_status(
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, or a run's.")],
     as_json: Json = False,
 ) -> int:
-    """Say how far a study's runs are, from its folder alone; or make a ladder of studies over sizes and lengths.
-
-    status: it may be at work anywhere. ladder: the same arms at several sizes, each a full schedule; says how the gain
-    changes with scale. Runs that are finished are kept, so that the same command goes on with what was cut short.
-    """
-    if action == "ladder":
-        return _ladder(what, out, data, workers, as_json)
-    if any(value is not None for value in (out, data, workers)):
-        raise BadInput("--out, --data and --workers belong to `qurve study ladder`")
+    """Say how far a study's runs are, from its folder alone: it may be at work anywhere."""
     from qurve.study.watch import Watched, status_json, status_table
 
-    watched = Watched(Path(what))
+    watched = Watched(folder)
     if as_json:
         print(status_json(watched.look()))
     else:
@@ -149,11 +135,39 @@ def study(
     return 0
 
 
-def _ladder(name: str, out: Path | None, data: Path | None, workers: int | None, as_json: bool) -> int:
+def watch(
+    folder: Annotated[Positional[Path], arg(metavar="RUN|STUDY", help="A run's folder, or a study's.")],
+) -> int:
+    """Show how far a run or a study is, live, until nothing runs any more. Ctrl-C leaves; nothing else stops."""
+    from qurve.study.watch import watch as show
+
+    with contextlib.suppress(KeyboardInterrupt):
+        show(folder, Console())
+    return 0
+
+
+@study.command(name="ladder")
+def study_ladder(
+    ladder: Annotated[
+        Positional[str],
+        arg(metavar="LADDER", help="A built-in one (small, paper) or a Python file exposing LADDER."),
+    ] = "small",
+    data: Data = None,
+    out: Annotated[Path | None, option(metavar="DIR", help="Its folder. Default: runs/ladder-LADDER.")] = None,
+    workers: Annotated[
+        int | None, option(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Make the same arms at several sizes and training lengths; says how the gain changes with scale.
+
+    Each rung is a study of full schedules. Runs that are finished already are kept: the same command goes on with a
+    ladder that was cut short.
+    """
     from qurve.study.ladder import load_definition, refuse_foreign, run_ladder
     from qurve.study.ladder_results import FILE, lines, table, to_json
 
-    wanted = load_definition(name)
+    wanted = load_definition(ladder)
     if workers is not None:
         at_least("--workers", workers, 1)
     folder = out or Path("runs") / f"ladder-{wanted.name}"
@@ -174,17 +188,6 @@ def _ladder(name: str, out: Path | None, data: Path | None, workers: int | None,
     for run, reason in failed.items():
         console.print(f"failed: {run}: {reason}", markup=False, highlight=False)
     return EXIT_FAILED if failed else 0
-
-
-def watch(
-    folder: Annotated[Positional[Path], arg(metavar="RUN|STUDY", help="A run's folder, or a study's.")],
-) -> int:
-    """Show how far a run or a study is, live, until nothing runs any more. Ctrl-C leaves; nothing else stops."""
-    from qurve.study.watch import watch as show
-
-    with contextlib.suppress(KeyboardInterrupt):
-        show(folder, Console())
-    return 0
 
 
 def _refuse_foreign_study(folder: Path) -> None:
