@@ -340,7 +340,7 @@ def ratio_interval(over_S: Floats, under_S: Floats, level: float = 0.95) -> tupl
     no end, because the mean of `under` cannot be told from zero.
     """
     n = len(over_S)
-    (v_oo, v_ou), (_, v_uu) = np.cov(over_S, under_S) * (_quantile(n - 1, level) ** 2 / n)
+    (v_oo, v_ou), (_, v_uu) = (np.cov(over_S, under_S) * (_quantile(n - 1, level) ** 2 / n)).tolist()
     over, under = float(np.mean(over_S)), float(np.mean(under_S))
     a, b, c = under**2 - v_uu, over * under - v_ou, over**2 - v_oo
     if a <= 0:
