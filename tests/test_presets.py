@@ -70,6 +70,7 @@ def test_names() -> None:
         *(f"small/{arm}" for arm in SMALL),
         *modern,
         "modern/qwen3-mlp",
+        *(f"scale/{size}/{arm}" for size in ("350m", "760m", "1.3b") for arm in SMALL),
         "smoke",
     }
     assert set(NAMES) == named

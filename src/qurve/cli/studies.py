@@ -116,7 +116,7 @@ def report(
 
 
 study = SubcommandApp()
-"""The actions on a study that make no run: `qurve study status`, `qurve study plan`."""
+"""The actions on a study, and on a ladder of them: `qurve study status`, `plan`, `ladder`."""
 
 
 @study.command(name="status")
@@ -172,6 +172,50 @@ def watch(
     with contextlib.suppress(KeyboardInterrupt):
         show(folder, Console())
     return 0
+
+
+@study.command(name="ladder")
+def study_ladder(
+    ladder: Annotated[
+        Positional[str],
+        arg(metavar="LADDER", help="A built-in one (small, paper) or a Python file exposing LADDER."),
+    ] = "small",
+    data: Data = None,
+    out: Annotated[Path | None, option(metavar="DIR", help="Its folder. Default: runs/ladder-LADDER.")] = None,
+    workers: Annotated[
+        int | None, option(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Make the same arms at several sizes and training lengths; says how the gain changes with scale.
+
+    Each rung is a study of full schedules. Runs that are finished already are kept: the same command goes on with a
+    ladder that was cut short.
+    """
+    from qurve.study.ladder import load_definition, refuse_foreign, run_ladder
+    from qurve.study.ladder_results import FILE, lines, table, to_json
+
+    wanted = load_definition(ladder)
+    if workers is not None:
+        at_least("--workers", workers, 1)
+    folder = out or Path("runs") / f"ladder-{wanted.name}"
+    refuse_foreign(folder, wanted.name)
+    config = wanted.rungs[0].study.arms[0].config.data
+    if data is not None:
+        config = dataclasses.replace(config, path=str(data))
+    console = console_for(as_json)
+    command = " ".join(["qurve", *sys.argv[1:]])
+    with data_in(folder, config) as opened:
+        results, failed = run_ladder(wanted, folder, opened, command=command, say=plain(console), workers=workers)
+    console.print(table(results))
+    for line in lines(results):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"evidence: {folder / FILE}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print(to_json(results))
+    for run, reason in failed.items():
+        console.print(f"failed: {run}: {reason}", markup=False, highlight=False)
+    return EXIT_FAILED if failed else 0
 
 
 def _refuse_foreign_study(folder: Path) -> None:

@@ -40,7 +40,14 @@ from qurve.train.distributed import (
 from qurve.train.optim import build_optimizer
 from qurve.train.progress import Progress
 from qurve.train.resume import Resume, decide, find_checkpoint
-from qurve.train.runtime import autocast, describe, machine_settings, no_compiler
+from qurve.train.runtime import (
+    autocast,
+    describe,
+    forget_peak_memory,
+    machine_settings,
+    no_compiler,
+    peak_memory,
+)
 from qurve.train.schedule import learning_rate
 from qurve.train.stopping import StopRequest, how_it_ended, listening
 from qurve.train.trackers import Mirror
@@ -128,6 +135,7 @@ def train(
         try:
             held.enter_context(machine_settings(config))
             stop = held.enter_context(listening(say=world.main))
+            measures_memory = forget_peak_memory(config.train.device)
             model = GPT(config.model, seed=config.train.seed).to(config.train.device)
             set_impl(model, config.train.head_impl)
             loss_module = spread(model, config.train, world)
@@ -148,6 +156,8 @@ def train(
             _train(training, step, above, stop)
             status = "finished"
             if world.main:
+                if measures_memory:  # of this process alone, and of the part of the run that it made
+                    run.add_to_environment({"peak_memory_bytes": peak_memory(config.train.device)})
                 last, planned = config.train.updates, config.train.steps
                 why = f"stopped at step {last} of {planned}, as --stop-at asked" if last < planned else ""
                 run.set_status(status, step=last, why=why)
