@@ -430,7 +430,7 @@ SECTIONS = (
         (("decode-cpu*", decoding),),
         "Compiled, one sequence at a time reads its weights about as fast as memory gives them when that is slow;\n"
         "what a share of a faster memory leaves open is the arithmetic of each column's sum. The nonlinear query's\n"
-        "further steps cost time where nothing is compiled, and with several sequences, which is not compiled on a CPU.",
+        "further steps cost time where nothing is compiled, and with several sequences, as they are on a CPU.",
     ),
     Section(
         "Kernel",
