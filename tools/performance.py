@@ -428,9 +428,9 @@ SECTIONS = (
         "Decoding",
         "Reading the prompt and writing new tokens, told apart, with the same weights on both sides.",
         (("decode-cpu*", decoding),),
-        "Compiled, one sequence at a time reads its weights about as fast as memory gives them when that is slow; what\n"
-        "a share of a faster memory leaves open is the arithmetic of each column's sum. The nonlinear query's further\n"
-        "steps cost time where nothing is compiled, and with several sequences, which is not compiled on a CPU.",
+        "Compiled, one sequence at a time reads its weights about as fast as memory gives them when that is slow;\n"
+        "what a share of a faster memory leaves open is the arithmetic of each column's sum. The nonlinear query's\n"
+        "further steps cost time where nothing is compiled, and with several sequences, as they are on a CPU.",
     ),
     Section(
         "Kernel",
