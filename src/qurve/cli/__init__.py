@@ -32,8 +32,6 @@ _command: Callable[..., int]
 for _command in (compare, train, generate, prepare, report):  # in the order of the help
     app.command(_command)
 app.command(study, name="study", help="How far a study is, what it would take, ladders of them: status, plan, ladder.")
-    study, name="study", help="A study: how far it is, what it would take, ladders over sizes: status, plan, ladder."
-)
 for _command in (watch, presets, plan):
     app.command(_command)
 COMMANDS = ("compare", "train", "generate", "prepare", "report", "study", "watch", "presets", "plan")
