@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from qurve.study.curves import band, first_step, from_step, gains, loss_range, smoothed
+from qurve.study.curves import Band, band, first_step, from_step, gains, loss_range, smoothed
 from qurve.study.drawing import MARKERS, PALETTE, WASH, WIDE, blank, legend, line, shorten, styled
 from qurve.study.results import Arm, StudyResults
 from qurve.study.statistics import compare
@@ -67,7 +67,7 @@ def curves_figure(results: StudyResults, width: float = WIDE) -> Figure:
         for run in arm.unfinished:
             line(top, from_step(run.val, first), color=look["color"], alpha=0.5, linewidth=0.7)
         label = shorten(arm.label, 38 - len(fate(arm))) + fate(arm)
-        _shade(top, from_step(seeds.low, first), from_step(seeds.high, first), look["color"])
+        _shade(top, seeds, first, look["color"])
         line(
             top, from_step(seeds.mean, first), label=label, linewidth=1.7, markersize=3.5, **_markers(look, seeds.mean)
         )
@@ -107,15 +107,16 @@ def _gains(results: StudyResults, axes: Axes, first: int) -> None:
     axes.axhline(0, color=PALETTE[0], linewidth=1.2)
     for arm in results.others:
         look, seeds = _look(results, arm), gains(results, arm)
-        _shade(axes, from_step(seeds.low, first), from_step(seeds.high, first), look["color"])
+        _shade(axes, seeds, first, look["color"])
         points = from_step(seeds.mean, first)
         line(axes, points, label=with_parameters(arm), linewidth=1.7, markersize=3.5, **_markers(look, points))
     axes.set_xlabel("step (optimiser updates)")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _shade(axes: Axes, low: list[tuple[int, float]], high: list[tuple[int, float]], colour: str) -> None:
-    if len(low) > 1:
+def _shade(axes: Axes, seeds: Band, first: int, colour: str) -> None:
+    if seeds.n > 1:
+        low, high = from_step(seeds.low, first), from_step(seeds.high, first)
         bottom, top = ([y for _, y in edge] for edge in (low, high))
         axes.fill_between([x for x, _ in low], bottom, top, color=colour, alpha=WASH, linewidth=0)
 

@@ -35,9 +35,8 @@ LOSS = "loss (nats per token)"
 
 
 def curves_plot(results: StudyResults) -> dict[str, Any]:
-    """Figure 1: validation loss above, with the best arm's training loss (each seed, and the other arms' training
-    losses,
-    at the press of a button), the gain below.
+    """Figure 1: validation loss above with the best arm's training loss, the gain below. The seeds and the other
+    training losses are there at the press of a button.
     """
     most = points_a_run(len(results.runs))
     traces: list[dict[str, Any]] = []
