@@ -90,3 +90,10 @@ def test_both_drawings_are_the_same_twice_and_follow_the_page(width):
         assert themed == svg(draw(), "salt", themed=True)
         assert not any(colour in themed for colour in PALETTE)
         ET.fromstring(themed)
+
+
+def test_a_legend_of_very_many_says_how_many_more_there_are():
+    fig = scatter_fit([Points(f"arm {i}", [(1.0, float(i))]) for i in range(43)], x_axis="a", y_axis="b")
+    (drawn,) = fig.legends
+    assert len(drawn.get_texts()) == 40
+    assert "3 more" in drawn.get_title().get_text()

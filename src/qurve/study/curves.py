@@ -16,7 +16,7 @@ Curve = list[tuple[int, float]]
 
 MOST_POINTS = 400
 """Of one run's curve in the page."""
-MOST_POINTS_IN_ALL = 40_000
+MOST_POINTS_IN_ALL = 30_000
 """Of all runs' curves of one kind in the page."""
 
 

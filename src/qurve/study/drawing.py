@@ -26,6 +26,8 @@ PALETTE = ("#5f6670", "#0072b2", "#d55e00", "#009e73", "#b5579a", "#a67c00", "#3
 MARKERS = "osD^vPXh*p<>"
 WIDE, NARROW = 8.8, 3.9
 """Figure widths in inches: a page's column, a phone's."""
+MOST_ENTRIES = 40
+"""In a legend."""
 WASH = 0.16
 """Opacity of a seed band."""
 
@@ -82,12 +84,19 @@ def line(axes: Axes, points: Sequence[tuple[float, float]], **look: Any) -> None
 
 
 def legend(fig: Figure, axes: Axes, width: float) -> None:
+    """Above the plot; of very many entries the first, and how many more there are."""
     handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        longest = max(len(label) for label in labels)
-        columns = max(1, min(len(labels), int(width * 12.5 / (longest + 7))))
-        fig.set_figheight(fig.get_figheight() + 0.19 * (math.ceil(len(labels) / columns) - 1))  # the plot keeps its own
-        fig.legend(handles, labels, loc="outside upper left", ncols=columns, borderaxespad=0.2, columnspacing=1.4)
+    if not handles:
+        return
+    more = len(labels) - MOST_ENTRIES
+    handles, labels = handles[:MOST_ENTRIES], labels[:MOST_ENTRIES]
+    longest = max(len(label) for label in labels)
+    columns = max(1, min(len(labels), int(width * 12.5 / (longest + 7))))
+    rows = math.ceil(len(labels) / columns) + (more > 0)
+    fig.set_figheight(fig.get_figheight() + 0.19 * (rows - 1))  # the plot keeps its own
+    drawn = fig.legend(handles, labels, loc="outside upper left", ncols=columns, borderaxespad=0.2, columnspacing=1.4)
+    if more > 0:
+        drawn.set_title(f"the first {MOST_ENTRIES}; {more} more are drawn")
 
 
 # ------------------------------------------------------------------------------------------------- drawings of any data

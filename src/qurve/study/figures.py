@@ -6,10 +6,21 @@ Every figure is a pure function of the results and a width in inches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qurve.study.curves import Band, band, first_step, from_step, gains, loss_range, smoothed
+from qurve.study.curves import (
+    Band,
+    Curve,
+    band,
+    first_step,
+    from_step,
+    gains,
+    loss_range,
+    points_a_run,
+    smoothed,
+    thinned,
+)
 from qurve.study.drawing import MARKERS, PALETTE, WASH, WIDE, blank, legend, line, shorten, styled
 from qurve.study.results import Arm, StudyResults
 from qurve.study.statistics import compare
@@ -65,15 +76,14 @@ def curves_figure(results: StudyResults, width: float = WIDE) -> Figure:
     for arm in results.arms:
         look, seeds = _look(results, arm), band([run.val for run in arm.finished])
         for run in arm.unfinished:
-            line(top, from_step(run.val, first), color=look["color"], alpha=0.5, linewidth=0.7)
+            line(top, _shown(results, run.val, first), color=look["color"], alpha=0.5, linewidth=0.7)
         label = shorten(arm.label, 38 - len(fate(arm))) + fate(arm)
-        _shade(top, seeds, first, look["color"])
-        line(
-            top, from_step(seeds.mean, first), label=label, linewidth=1.7, markersize=3.5, **_markers(look, seeds.mean)
-        )
+        _shade(results, top, seeds, first, look["color"])
+        points = _shown(results, seeds.mean, first)
+        line(top, points, label=label, linewidth=1.7, markersize=3.5, **_marked(results, arm, points))
     best = results.best
     if best is not None:
-        smooth = from_step(smoothed(band([run.train for run in best.finished]).mean), first)
+        smooth = _shown(results, smoothed(band([run.train for run in best.finished]).mean), first)
         label = f"{shorten(best.label, 26 if width > 5 else 18)}, training (smoothed)"
         colour = _look(results, best)["color"]
         line(top, smooth, label=label, color=colour, linewidth=1.1, linestyle=(0, (4, 2)))
@@ -107,23 +117,29 @@ def _gains(results: StudyResults, axes: Axes, first: int) -> None:
     axes.axhline(0, color=PALETTE[0], linewidth=1.2)
     for arm in results.others:
         look, seeds = _look(results, arm), gains(results, arm)
-        _shade(axes, seeds, first, look["color"])
-        points = from_step(seeds.mean, first)
-        line(axes, points, label=with_parameters(arm), linewidth=1.7, markersize=3.5, **_markers(look, points))
+        _shade(results, axes, seeds, first, look["color"])
+        points = _shown(results, seeds.mean, first)
+        line(axes, points, label=with_parameters(arm), linewidth=1.7, markersize=3.5, **_marked(results, arm, points))
     axes.set_xlabel("step (optimiser updates)")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _shade(axes: Axes, seeds: Band, first: int, colour: str) -> None:
+def _shown(results: StudyResults, curve: Sequence[tuple[int, float]], first: int) -> Curve:
+    """From the first step on, and no more points than one can see: a page has each figure twice."""
+    return thinned(from_step(curve, first), points_a_run(4 * len(results.arms)) // 2)
+
+
+def _shade(results: StudyResults, axes: Axes, seeds: Band, first: int, colour: str) -> None:
     if seeds.n > 1:
-        low, high = from_step(seeds.low, first), from_step(seeds.high, first)
+        low, high = (_shown(results, edge, first) for edge in (seeds.low, seeds.high))
         bottom, top = ([y for _, y in edge] for edge in (low, high))
         axes.fill_between([x for x, _ in low], bottom, top, color=colour, alpha=WASH, linewidth=0)
 
 
-def _markers(look: dict[str, Any], points: list[tuple[int, float]]) -> dict[str, Any]:
-    """A marker on at most some thirty of the points: more would hide the line."""
-    return look | {"markevery": max(1, len(points) // 30)}
+def _marked(results: StudyResults, arm: Arm, points: Curve) -> dict[str, Any]:
+    """The arm's look, with a marker on some thirty of the points: more would hide the line, and of many lines fewer."""
+    most = max(3, min(30, 600 // len(results.arms)))
+    return _look(results, arm) | {"markevery": max(1, len(points) // most)}
 
 
 def _frame(results: StudyResults, axes: Axes) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurve.config import apply_settings, differences, from_dict, to_dict
+from qurve.config import apply_settings, from_dict, hashed_leaves, to_dict
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study.results import Arm, Run, StudyResults
@@ -84,17 +84,19 @@ def commands(results: StudyResults) -> list[str]:
 def single_run(results: StudyResults, arm: Arm) -> str | None:
     """The `qurve train` line that makes the arm's run of the first seed; None where no preset is near it.
 
-    It is checked: preset and settings together give the arm's configuration, leaf by leaf.
+    It is checked: preset and settings together give the arm's configuration in every leaf that can change the numbers.
     """
+    from qurve import presets
     from qurve.train.config import RunConfig
 
     try:
         wanted = from_dict(RunConfig, arm.config)
     except (BadInput, ValueError):
         return None  # of kinds, or of a version, that are not known here
-    distances = {name: len(_other(preset, wanted)) for name, preset in _presets().items()}
+    leaves = hashed_leaves(wanted)
+    distances = {name: len(_other(_leaves(name), leaves)) for name in presets.names()}
     for preset in sorted(distances, key=lambda name: distances[name])[:NEAREST]:
-        settings = _settings(_presets()[preset], wanted)
+        settings = _settings(preset, wanted, leaves)
         if settings is not None:
             break
     else:
@@ -109,16 +111,18 @@ def single_run(results: StudyResults, arm: Arm) -> str | None:
 
 
 @functools.cache
-def _presets() -> dict[str, Any]:
+def _leaves(preset: str) -> dict[str, Any]:
     from qurve import presets
 
-    return {name: presets.get(name) for name in presets.names()}
+    return hashed_leaves(presets.get(preset))
 
 
-def _settings(preset: Any, wanted: Any) -> list[str] | None:
-    """The settings that turn one configuration into another; None where no settings do, or too many."""
+def _settings(preset: str, wanted: Any, leaves: dict[str, Any]) -> list[str] | None:
+    """The settings that turn a preset into the configuration; None where no settings do, or too many."""
+    from qurve import presets
+
     settings, tree = [], to_dict(wanted)
-    paths = list(_other(preset, wanted))
+    paths = _other(_leaves(preset), leaves)
     whole = {path.removesuffix(".kind") for path in paths if path.endswith(".kind")}
     for path in [*sorted(whole), *(path for path in paths if not path.endswith(".kind"))]:
         node = tree
@@ -129,14 +133,16 @@ def _settings(preset: Any, wanted: Any) -> list[str] | None:
     if len(settings) > MOST_SETTINGS:
         return None
     try:
-        made = apply_settings(preset, settings)
+        made = apply_settings(presets.get(preset), settings)
     except (BadInput, ValueError):
         return None
-    return None if _other(made, wanted) else settings
+    return None if _other(hashed_leaves(made), leaves) else settings
 
 
-def _other(a: Any, b: Any) -> dict[str, Any]:
-    return {path: pair for path, pair in differences(a, b).items() if path not in OWN}
+def _other(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    absent = object()
+    paths = dict.fromkeys([*a, *b])
+    return [path for path in paths if path not in OWN and a.get(path, absent) != b.get(path, absent)]
 
 
 def _data_option(command: str) -> list[str]:

@@ -164,7 +164,7 @@ def _plot(
 
 
 def _line(results: StudyResults, arm: Arm, points: Curve, axis: str, hover: str) -> list[dict[str, Any]]:
-    points = thinned(points)
+    points = thinned(points, points_a_run(len(results.arms)))
     if not points:
         return []
     colour = f"$arm-{colour_index(results, arm)}"
@@ -177,7 +177,7 @@ def _line(results: StudyResults, arm: Arm, points: Curve, axis: str, hover: str)
 
 
 def _shade(results: StudyResults, arm: Arm, seeds: Band, axis: str) -> list[dict[str, Any]]:
-    low, high = thinned(seeds.low), thinned(seeds.high)
+    low, high = (thinned(edge, points_a_run(len(results.arms))) for edge in (seeds.low, seeds.high))
     if seeds.n < 2 or not low:
         return []
     shape = _trace(arm, [*high, *reversed(low)], axis, "")
@@ -189,7 +189,11 @@ def _each(
     results: StudyResults, arm: Arm, curves: Sequence[tuple[Run, Sequence[tuple[int, float]]]], most: int, axis: str,
     layer: str,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The runs of an arm as one trace, with gaps between them: hundreds of traces would be slow."""
+    """The runs of an arm as one trace, with gaps between them: hundreds of traces would be slow. One finished run
+    alone is the mean already.
+    """
+    if layer == "seeds" and len(curves) < 2:
+        return []
     xs: list[int | None] = []
     ys: list[float | None] = []
     names: list[str] = []
