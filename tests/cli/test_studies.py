@@ -194,6 +194,15 @@ def test_report_is_written_anew_from_the_runs(study: Path, compared: tuple[Path,
     assert (study / "report" / "report.html").exists()
 
 
+def test_report_sets_another_study_beside(study: Path, tmp_path: Path) -> None:
+    done = call("report", study, "--against", study, "--json")
+    assert done.code == 0, done.err
+    assert (study / "report" / "report.md").read_text().count("the same loss (3 seeds)") == 2
+    refused = call("report", study, "--against", tmp_path)
+    assert refused.code == 2
+    assert "is not a study folder" in refused.err
+
+
 def test_a_grid_is_compared_point_by_point(data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
     small = ["--set", "train.tokens_per_step=128", "--set", "train.precision=float32", "--set", "eval.windows=4"]

@@ -89,9 +89,12 @@ def write_study(
     fates: dict[tuple[str, int], str] | None = None,
     search: bool = True,
     finals: dict[tuple[str, int], float] | None = None,
+    steps: int = STEPS,
+    every: int = 20,
 ) -> Path:
     """A whole study; `fates[arm, seed]` makes a run `missing`, `running`, `failed`, `stopped` or `diverged`, or gives
-    it batches of its own (`other-batches`); `finals[arm, seed]` sets the last validation loss.
+    it batches of its own (`other-batches`); `finals[arm, seed]` sets the last validation loss;
+    there is an evaluation `every` so many steps.
     """
     folder.mkdir(parents=True, exist_ok=True)
     described = [
@@ -118,11 +121,19 @@ def write_study(
         for seed in seeds:
             fate = (fates or {}).get((a["name"], seed), "finished")
             if fate != "missing":
-                _write_run(folder / "runs" / a["name"] / f"seed-{seed}", a, seed, fate, finals or {})
+                _write_run(folder / "runs" / a["name"] / f"seed-{seed}", a, seed, fate, finals or {}, steps, every)
     return folder
 
 
-def _write_run(path: Path, a: dict[str, Any], seed: int, fate: str, finals: dict[tuple[str, int], float]) -> None:
+def _write_run(
+    path: Path,
+    a: dict[str, Any],
+    seed: int,
+    fate: str,
+    finals: dict[tuple[str, int], float],
+    steps: int,
+    every: int,
+) -> None:
     run = RunFolder(path)
     environment = {
         "python": "3.11.9",
@@ -143,12 +154,12 @@ def _write_run(path: Path, a: dict[str, Any], seed: int, fate: str, finals: dict
     shift = random.Random(seed).gauss(0, 0.02)  # shared by the arms of a seed, as their batches are
     own = noise.gauss(0, 0.004)
     lines: list[dict[str, Any]] = []
-    last = STEPS if fate in ("finished", "other-batches") else 140
+    last = steps if fate in ("finished", "other-batches") else 140
     for step in range(last + 1):
-        ideal = 3.4 + shift + own + 4.2 * math.exp(-step / 60) + 0.6 * (1 - step / STEPS)
-        ideal -= a["gain"] * min(1, 2 * step / STEPS)
-        if step % 20 == 0:
-            loss = finals.get((a["name"], seed), ideal) if step == STEPS else ideal
+        ideal = 3.4 + shift + own + 4.2 * math.exp(-step / 60) + 0.6 * (1 - step / steps)
+        ideal -= a["gain"] * min(1, 2 * step / steps)
+        if step % every == 0:
+            loss = finals.get((a["name"], seed), ideal) if step == steps else ideal
             lines.append({"step": step, "split": "val", "loss": loss, "tokens": 65_536})
         if step > 0:
             data = f"{seed}/{step}" + (a["name"] if fate == "other-batches" and step >= 7 else "")

@@ -108,10 +108,13 @@ def compare(
 
 def report(
     folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, finished or not.")],
+    against: Annotated[
+        Path | None, option(metavar="FOLDER", help="Another study's folder: compare the arms that both have.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a study's report anew from its runs: report.html, table.csv, table.tex, figures."""
-    _show_report(folder, console_for(as_json), as_json)
+    """Write a study's report anew from its runs: report.html, report.md, table.csv, table.tex, figures."""
+    _show_report(folder, console_for(as_json), as_json, against)
     return 0
 
 
@@ -226,13 +229,13 @@ def _refuse_foreign_study(folder: Path) -> None:
         raise BadInput(f"{folder} holds something that is not a study; give another --out")
 
 
-def _show_report(folder: Path, console: Console, as_json: bool) -> None:
+def _show_report(folder: Path, console: Console, as_json: bool, against: Path | None = None) -> None:
     from qurve.study.report import write_report
     from qurve.study.results import load
     from qurve.study.statistics import overall_verdict, summary_rows
     from qurve.study.tables import terminal_table
 
-    page = write_report(folder)
+    page = write_report(folder, against)
     results = load(folder)
     console.print(terminal_table(results))
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
