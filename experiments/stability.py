@@ -91,7 +91,7 @@ def main() -> None:
             f"{claim['verdict']:9} {claim['arm']}, {claim['multiple']:.3g} x the baseline's rate, decay "
             f"{claim['weight_decay']:g}, said to be {claim['says']}: {claim['why']}"
         )
-    print(f"at this scale alone: {found['scale']}, {len(found['seeds'])} seed(s)")
+    print(f"{found['scale']}, seeds {found['seeds']}. {found['note']}")
 
 
 if __name__ == "__main__":

@@ -255,6 +255,10 @@ class Claim:
         return self.lr / PAPER_RATE
 
 
+NOTE = (
+    "Judged at this study's scale alone: what is said to happen late in a long training cannot be ruled out by a "
+    "shorter one."
+)
 PAPER = "arXiv 2603.13381"
 CLAIMS: tuple[Claim, ...] = (
     Claim("trained to the end", f"{PAPER}, table 1", "baseline", PAPER_RATE, 0.1, "stable"),
@@ -338,7 +342,8 @@ def _why(map_: Map, cell: Cell) -> str:
     assert map_.best is not None
     assert map_.best.loss is not None
     assert cell.loss is not None
-    return f"finished {cell.loss - map_.best.loss:.3f} nats above its best, which is at rate {map_.best.lr:g}"
+    above, steps = cell.loss - map_.best.loss, max(ending.step for ending in cell.endings)
+    return f"finished {steps:,} steps {above:.3f} nats above its best, which is at rate {map_.best.lr:g}"
 
 
 def judgements(results: StudyResults, maps: dict[str, Map]) -> list[Judgement]:
@@ -363,6 +368,7 @@ def evidence(results: StudyResults) -> dict[str, Any]:
         "study": results.name,
         "command": results.command,
         "scale": scale_of(results),
+        "note": NOTE,
         "seeds": list(results.seeds),
         "base_rate": results.baseline.setting("train.lr"),
         "rules": {"worse_nats": WORSE, "spike": SPIKE, "spike_window": SPIKE_WINDOW, "near": NEAR},
