@@ -252,6 +252,19 @@ def test_a_folder_becomes_maps(tmp_path: Path) -> None:
     assert math.isfinite(tree["maps"][1]["by_decay"][0]["sensitivity"])
 
 
+def test_a_rate_of_zero_is_a_rate() -> None:
+    assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=2e-3).verdict == "not run"
+    assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=0.0).verdict == "confirmed"
+
+
+def test_arms_without_a_rate_are_refused(tmp_path: Path) -> None:
+    bare = config()
+    del bare["train"]["lr"]
+    write_study(tmp_path, (arm("baseline", "Baseline", config=bare),), search=False)
+    with pytest.raises(BadInput, match=r"the arm baseline has no train\.lr, by which a map is made"):
+        endings_of(load(tmp_path))
+
+
 def test_one_name_is_one_architecture(tmp_path: Path) -> None:
     results = load(written(tmp_path, model__d_ff=600))
     with pytest.raises(BadInput, match=r"res-gelu@0.002-0.05 and res-gelu@0.01-0.05 are one architecture by their"):

@@ -56,8 +56,9 @@ def recording(model: GPT) -> Iterator[LargestLogits]:
     Exact, in float32 (or wider) whatever the dtype that queries and keys come in, and in parts, so that memory does not
     grow with the square of the context. Outputs stay as they are; hooks are set on this model's modules alone and gone
     afterwards. Queries and keys are computed a second time. Only mixers that are softmax attention but for their
-    projections (`softmax`, `primer`) have such logits; the blocks of others give None. Padding does not count. Raises
-    `ValueError` in a forward pass with a cache, whose earlier keys are not seen here.
+    projections (`softmax`, `primer`) have such logits; the blocks of others give None. Padding does not count. Call
+    the plain model: a compiled one passes hooks by. Raises `ValueError` in a forward pass with a cache, whose earlier
+    keys are not seen here.
     """
     largest, handles = LargestLogits(model.config.n_layers), []
     passes = [range(model.config.n_layers)] if model.config.share_blocks else [[i] for i in range(len(model.blocks))]

@@ -208,8 +208,8 @@ def _ending(results: StudyResults, arm: Arm, run: Run, name: str) -> Ending:
     start = [loss for step, loss in run.val if step == 0]
     return Ending(
         arm=name,
-        lr=arm.setting("train.lr"),
-        weight_decay=arm.setting("train.weight_decay"),
+        lr=_setting(arm, "train.lr"),
+        weight_decay=_setting(arm, "train.weight_decay"),
         seed=run.seed,
         status=run.status,
         step=run.step,
@@ -218,6 +218,12 @@ def _ending(results: StudyResults, arm: Arm, run: Run, name: str) -> Ending:
         spikes=len(spikes([norm for _, norm in sorted(norms.items())])) if norms else None,
         max_logit=max(logits, default=None),
     )
+
+
+def _setting(arm: Arm, path: str) -> Any:
+    if (value := arm.setting(path)) is None:
+        raise BadInput(f"the configuration of the arm {arm.name} has no {path}, by which a map is made")
+    return value
 
 
 def spikes(grad_norms: Sequence[float]) -> list[int]:
@@ -321,11 +327,11 @@ def judge(claim: Claim, map_: Map | None, base_rate: float) -> Judgement:
     near = [
         cell
         for cell in (map_.cells.values() if map_ else ())
-        if math.isclose(cell.weight_decay, claim.weight_decay) and max(cell.lr / wanted, wanted / cell.lr) <= NEAR
+        if math.isclose(cell.weight_decay, claim.weight_decay) and cell.lr <= wanted * NEAR and wanted <= cell.lr * NEAR
     ]
     if map_ is None or not near:
         return Judgement(claim, "not run", None, wanted, 0, "no point of the map is near it")
-    cell = min(near, key=lambda cell: abs(math.log(cell.lr / wanted)))
+    cell = min(near, key=lambda cell: abs(cell.lr - wanted))
     stable, n = map_.stable(cell.lr, cell.weight_decay), len(cell.endings)
     if stable is None:
         return Judgement(claim, "not run", None, cell.lr, n, "its runs have not come to an end")
@@ -348,13 +354,13 @@ def _why(map_: Map, cell: Cell) -> str:
 
 def judgements(results: StudyResults, maps: dict[str, Map]) -> list[Judgement]:
     """Every published claim against a study. The unit of rates is its baseline arm's."""
-    return [judge(claim, maps.get(claim.arm), results.baseline.setting("train.lr")) for claim in CLAIMS]
+    return [judge(claim, maps.get(claim.arm), _setting(results.baseline, "train.lr")) for claim in CLAIMS]
 
 
 def scale_of(results: StudyResults) -> str:
     """What the judgements hold for, in words."""
     base = results.baseline
-    steps, tokens = base.setting("train.steps"), base.setting("train.tokens_per_step")
+    steps, tokens = (_setting(base, f"train.{name}") for name in ("steps", "tokens_per_step"))
     return f"{base.non_embedding:,} non-embedding parameters, {steps:,} steps of {tokens:,} tokens"
 
 
@@ -370,7 +376,7 @@ def evidence(results: StudyResults) -> dict[str, Any]:
         "scale": scale_of(results),
         "note": NOTE,
         "seeds": list(results.seeds),
-        "base_rate": results.baseline.setting("train.lr"),
+        "base_rate": _setting(results.baseline, "train.lr"),
         "rules": {"worse_nats": WORSE, "spike": SPIKE, "spike_window": SPIKE_WINDOW, "near": NEAR},
         "maps": [_map_tree(map_) for map_ in maps.values()],
         "claims": [
