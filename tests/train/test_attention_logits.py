@@ -65,6 +65,7 @@ def test_logits_need_the_val_split() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what it imports to compile
 def test_a_compiled_training_compiles_nothing_anew(data: TokenData, tmp_path: Path) -> None:
     compiled = ("train.compile=true", "train.steps=3", "eval.every=1")
     graphs = []
