@@ -6,7 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-from qurve.study.results import Run, StudyResults
+from qurve.config import differences
+from qurve.study.results import Arm, Run, StudyResults
 from qurve.study.statistics import overall_verdict, summary_rows
 
 FORMAT = 1
@@ -40,4 +41,46 @@ def _run(run: Run) -> dict[str, Any]:
         "batches_sha256": hashlib.sha256(digests.encode()).hexdigest(),
         "tokens_per_s": run.tokens_per_s,
         "environment": run.environment,
+    }
+
+
+MACHINE = ("platform", "cpu", "cores", "gpu", "torch", "precision", "threads", "compiled")
+
+
+def compact_evidence(results: StudyResults) -> dict[str, Any]:
+    """The same without the curves, for studies of many arms: rows, and of every arm what it changes and each seed's
+    last validation loss (null where the run did not finish; `unfinished` says why)."""
+    return {
+        "format": FORMAT,
+        "name": results.name,
+        "title": results.title,
+        "command": results.command,
+        "machine": machine(results),
+        "seeds": list(results.seeds),
+        "baseline": results.baseline.name,
+        "rows": summary_rows(results),
+        "arms": [_arm(results, arm) for arm in results.arms],
+    }
+
+
+def machine(results: StudyResults) -> dict[str, Any]:
+    """Where the runs were made; a list where they were not made alike."""
+    found: dict[str, Any] = {}
+    for key in MACHINE:
+        values = [run.environment[key] for run in results.runs if key in run.environment]
+        alike = list({json.dumps(value): value for value in values}.values())
+        if alike:
+            found[key] = alike[0] if len(alike) == 1 else alike
+    return found
+
+
+def _arm(results: StudyResults, arm: Arm) -> dict[str, Any]:
+    changes = differences(results.baseline.config, arm.config)
+    return {
+        "arm": arm.name,
+        "label": arm.label,
+        "changes": {path: mine for path, (_, mine) in changes.items()},
+        "match": arm.match,
+        "val_loss": {str(seed): run.val_loss for seed, run in arm.runs.items()},
+        "unfinished": [f"seed {run.seed} {run.in_words}" for run in arm.unfinished],
     }
