@@ -11,9 +11,9 @@ from typing import Any
 
 from qurve.config import differences
 from qurve.errors import BadInput
+from qurve.study.paired import paired_interval
 from qurve.study.provenance import provenance
 from qurve.study.results import Arm, Run, StudyResults
-from qurve.study.statistics import paired_interval
 
 MEASUREMENT = ("data.", "eval.", "model.context", "model.vocab_size", "model.attends", "train.objective")
 """What two arms must have alike for their losses to be on one scale."""
