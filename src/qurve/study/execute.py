@@ -91,7 +91,7 @@ def run_study(
     if isinstance(study.search, Search):
         _check_splits(study)
     with _making(study, folder, data, workers, cluster, retries, pool, say) as making:
-        making.resolved(jobs_of(study, making.folder))  # refuses what cannot run
+        making.check(study)
         making.claim()
         if isinstance(study.search, Search):
             earlier_seeds(study, making.folder)  # refuses another study's folder
@@ -125,6 +125,7 @@ def run_search(
     if not isinstance(study.search, Search):
         raise BadInput(f"study {study.name} has no search to make")
     with _making(study, folder, data, workers, None, retries, pool, say) as making:
+        making.check(study)
         making.claim()
         return making.searched(study, study.search)
 
@@ -177,6 +178,12 @@ class _Making:
     say: Say
     ending: contextlib.ExitStack
     is_local: bool
+
+    def check(self, study: Study) -> None:
+        """Raise `BadInput` for what cannot run here: the arms as they are, and the first trials of a search."""
+        search = study.search
+        first = trials(search, study.configs, ()) if isinstance(search, Search) else []
+        self.resolved([*jobs_of(study, self.folder), *trial_jobs(study, first, self.folder)])
 
     def claim(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

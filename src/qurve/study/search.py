@@ -171,6 +171,11 @@ def configured(config: RunConfig, point: Point, steps: int | None = None) -> Run
     except BadInput as error:
         raise BadInput(str(error).replace("--set", "search.space:", 1)) from None
     train = config.train
+    if train.min_lr > train.lr:
+        raise BadInput(
+            f"search.space: train.min_lr = {train.min_lr} is above the peak, train.lr = {train.lr}; search it as a "
+            "share, train.min_lr/train.lr"
+        )
     if steps is None or steps == train.steps:
         return config
     share = steps / train.steps
@@ -312,7 +317,7 @@ def _extended(
             if new is None or new in space[axis]:
                 continue
             wider = {**space, axis: [*space[axis], new]}
-            if math.prod(map(len, wider.values())) <= most and _fits(search, wider, configs):
+            if math.prod(map(len, wider.values())) <= most and _fits(search, {**space, axis: [new]}, configs):
                 space = wider
     return space
 
