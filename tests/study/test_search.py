@@ -8,15 +8,17 @@ import math
 import sys
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurve import accounting
+from qurve import accounting, presets
+from qurve.config import differences
 from qurve.errors import BadInput
-from qurve.study.definition import Arm, Study
+from qurve.study.definition import Arm, Study, load_study
 from qurve.study.search import (
     Range,
     Score,
@@ -34,6 +36,7 @@ from qurve.study.searched import evidence, read_evidence
 from qurve.train.config import RunConfig
 from tiny import tiny
 
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 ALIKE = ("train.steps=90", "train.min_lr=0")
 CONFIGS = {"baseline": tiny(*ALIKE), "wide": tiny("model.d_ff=96", *ALIKE)}
 RATES = {"train.lr": (1e-3, 2e-3, 4e-3)}
@@ -404,6 +407,18 @@ def test_a_searched_setting_cannot_be_set_beside_the_search() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- optuna
+
+
+def test_the_committed_search_is_the_one_that_its_experiment_makes() -> None:
+    study, committed = load_study(str(EXPERIMENTS / "small_search.py")), presets.small_search()
+    assert isinstance(study.search, Search)
+    scores = read_evidence(committed).scores
+    assert [score.trial for score in scores] == trials(study.search, study.configs, ())
+    again = json.loads(json.dumps(evidence(study.search, study.configs, scores)))
+    assert again == {key: committed[key] for key in again}
+    for score in scores:
+        preset = presets.small(score.trial.arm, *dict(score.trial.point).values())  # type: ignore[arg-type]
+        assert differences(preset, trial_config(study.configs[score.trial.arm], score.trial)).keys() <= {"train.seed"}
 
 
 def test_optuna_tries_as_many_points_for_each_arm_and_goes_on_where_it_was() -> None:

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
 from qurve.study.searched import Searched, read_evidence
@@ -227,7 +228,7 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
         label=one_line(item.get("label") or name),
         config=dict(item["config"]),
         non_embedding=_positive(item["non_embedding"]),
-        total=int(item["total"]),
+        total=_positive(item["total"]),
         flops_per_token=float(item["flops_per_token"]),
         paper=None if paper is None else {key: one_line(value) for key, value in paper.items() if value is not None},
         match=None if item.get("match") is None else one_line(item["match"]),
@@ -301,7 +302,7 @@ def _number(value: Any, what: str, kind: Any) -> Any:
 
 
 def _positive(value: Any) -> int:
-    if int(value) < 1:
+    if not 1 <= int(value) <= LARGEST:
         raise ValueError(f"{value!r} parameters")
     return int(value)
 

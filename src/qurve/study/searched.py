@@ -128,25 +128,33 @@ def read_evidence(tree: dict[str, Any]) -> Searched:
     if isinstance(steps, bool) or not isinstance(steps, int | None):
         raise ValueError(f"search.steps = {steps!r}")
 
+    axes = tuple(one_line(axis) for axis in tree["axes"])
+
     def trial(item: dict[str, Any]) -> Trial:
-        return Trial(str(item["arm"]), _point(item["point"]), int(item.get("steps", steps or 0)), int(item["seed"]))
+        return Trial(
+            str(item["arm"]), _point(item["point"], axes), int(item.get("steps", steps or 0)), int(item["seed"])
+        )
 
     return Searched(
         evidence=one_line(tree.get("evidence", "")),
         sampler=one_line(tree.get("sampler", "grid")),
-        axes=tuple(str(axis) for axis in tree["axes"]),
+        axes=axes,
         flops=_finite(tree.get("flops")),
         seeds=tuple(int(seed) for seed in tree["seeds"]),
         steps=steps,
         chosen={
-            arm: Chosen(None if item["point"] is None else _point(item["point"]), _finite(item["val_loss"]))
+            arm: Chosen(None if item["point"] is None else _point(item["point"], axes), _finite(item["val_loss"]))
             for arm, item in tree["chosen"].items()
         },
         scores=tuple(Score(trial(item), _finite(item["val_loss"]), str(item["status"])) for item in tree["scores"]),
     )
 
 
-def _point(tree: dict[str, Any]) -> Point:
+def _point(tree: dict[str, Any], axes: Sequence[str]) -> Point:
+    for axis in axes:
+        given = [tree[path] for path in axis.partition("/")[::2] if path]
+        if len(given) == 2 and not all(map(is_number, given)):
+            raise ValueError(f"{axis} of the point {tree!r}")
     for path, value in tree.items():
         is_rate = path in ("train.lr", "train.min_lr")
         if not isinstance(value, Value) or (is_rate and not is_number(value)):
