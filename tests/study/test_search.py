@@ -288,6 +288,17 @@ def test_halving_chooses_at_the_full_length_alone() -> None:
     assert found.chosen["wide"].lr == 4e-3
 
 
+def test_what_arms_are_offered_is_the_same_where_their_own_results_lead_them_apart() -> None:
+    loss = best_at(baseline=1e-3, wide=8e-3)
+    found = searched(Search({"train.lr": (1e-3, 2e-3, 4e-3, 8e-3)}, "halving", rungs=2), loss)
+    assert found.tried("baseline") != found.tried("wide")
+    assert found.offered("baseline") == found.offered("wide")
+    less = dataclasses.replace(
+        found, scores=tuple(s for s in found.scores if s.trial.arm != "wide" or s.trial.steps == 90)
+    )
+    assert less.offered("baseline") != less.offered("wide")
+
+
 def test_nothing_is_chosen_before_the_search_is_over() -> None:
     search = Search(RATES)
     scores = played(search, lambda trial: 3.0)

@@ -427,10 +427,9 @@ def search_doubts(results: StudyResults) -> list[str]:
     if search is None:
         return ["No learning-rate search is recorded: each arm ran at the rate that its configuration gives."]
     found, arms = [], [arm for arm in results.arms if arm.matched is None]
-    tried = [search.tried(arm.name) for arm in arms]
     if search.flops is not None:
         found.append(f"Each arm's search had the same FLOPs ({search.flops:.3g}), not the same number of points.")
-    elif not (len({len(t) for t in tried}) == 1 if search.sampler in ("halving", "optuna") else _all_equal(tried)):
+    elif any(a != b for a, b in pairwise(search.offered(arm.name) for arm in arms)):
         found.append("The arms were not searched over the same grid and seeds.")
     for arm in arms:
         chosen, points = search.chosen.get(arm.name), search.points(arm.name)
@@ -460,10 +459,6 @@ def search_doubts(results: StudyResults) -> list[str]:
                     f"{arm.label}: trained at {path} = {_short(used)}, though the search chose {_short(wanted)}."
                 )
     return found
-
-
-def _all_equal(items: list[Any]) -> bool:
-    return all(a == b for a, b in pairwise(items))
 
 
 def _is_close(a: Any, b: Any) -> bool:

@@ -71,6 +71,8 @@ class Searched:
     """Where it is kept, if it was not made by the study itself."""
     sampler: str
     axes: tuple[str, ...]
+    trials: int | None
+    """The budget of each arm, where it was one of points."""
     flops: float | None
     """The budget of each arm, where it was one of FLOPs."""
     seeds: tuple[int, ...]
@@ -102,6 +104,15 @@ class Searched:
     def tried(self, arm: str) -> set[tuple[Point, int, int]]:
         """Every point, number of steps and seed that the arm was tried with."""
         return {(s.trial.point, s.trial.steps, s.trial.seed) for s in self.scores if s.trial.arm == arm}
+
+    def offered(self, arm: str) -> Any:
+        """What must be the same for every arm: the points and seeds that it was tried with before any choice among its
+        own results. Of Optuna, which chooses from the second point on, how many they may be."""
+        if self.sampler == "optuna":
+            return self.trials, len(self.seeds)
+        tried = self.tried(arm)
+        shortest = min((steps for _, steps, _ in tried), default=0)
+        return {(frozenset(point), seed) for point, steps, seed in tried if steps == shortest}
 
     def edges(self, arm: str) -> list[tuple[str, float, float, float]]:
         """Axes on which the arm's choice lies at an open edge of what was tried: (axis, chosen, lowest, highest)."""
@@ -139,6 +150,7 @@ def read_evidence(tree: dict[str, Any]) -> Searched:
         evidence=one_line(tree.get("evidence", "")),
         sampler=one_line(tree.get("sampler", "grid")),
         axes=axes,
+        trials=None if tree.get("trials") is None else int(tree["trials"]),
         flops=_finite(tree.get("flops")),
         seeds=tuple(int(seed) for seed in tree["seeds"]),
         steps=steps,
