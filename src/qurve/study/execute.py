@@ -201,8 +201,8 @@ class _Making:
         for job in jobs:
             link(job)
         if kept := len(jobs) - len(open_jobs):
-            place = self.folder if self.pool is None else f"{self.folder} and {self.pool}"
-            self.say(f"{what}{kept} of {len(jobs)} runs are made already and kept (remove {place} to start afresh)")
+            hint = f" (remove {self.folder} to start afresh)" if self.pool is None else ""  # others need the pool's
+            self.say(f"{what}{kept} of {len(jobs)} runs are made already and kept{hint}")
         if not open_jobs:
             return {}
         if begun := sum(RunFolder(job.folder).is_begun() for job in open_jobs):
