@@ -52,10 +52,11 @@ def test_every_piece_of_evidence_is_explained() -> None:
     assert [file.name for file in (ROOT / "results").glob("*.json") if f"results/{file.name}" not in said] == []
 
 
-def test_the_guides_own_study_works(tmp_path: Path) -> None:
+def test_the_guides_own_studies_work(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
-    code = re.search(r"((?:    .*\n|\n)*    STUDY = (?:.*\n)(?:    .*\n|\n)*)", text)
-    assert code is not None
-    file = tmp_path / "my_study.py"
-    file.write_text("\n".join(line[4:] for line in code[1].splitlines()))
-    assert isinstance(runpy.run_path(str(file))["STUDY"], Study)
+    codes = re.findall(r"((?:    .*\n|\n)*    STUDY = (?:.*\n)(?:    .*\n|\n)*)", text)
+    assert len(codes) == 2
+    for code in codes:
+        file = tmp_path / "my_study.py"
+        file.write_text("\n".join(line[4:] for line in code.splitlines()))
+        assert isinstance(runpy.run_path(str(file))["STUDY"], Study)

@@ -185,9 +185,12 @@ def _search(arms: tuple[dict[str, Any], ...]) -> dict[str, Any]:
                 broken = lr > 1e-2 and best < 3e-3
                 status = "diverged" if broken else "finished"
                 scores.append(
-                    {"arm": a["name"], **point, "seed": 0, "val_loss": None if broken else loss, "status": status}
+                    {"arm": a["name"], "point": point, "seed": 0, "val_loss": None if broken else loss}
+                    | {"steps": 400, "status": status}
                 )
                 if lr == best and math.isclose(lr * floor, a["config"]["train"]["min_lr"]):
-                    chosen[a["name"]] = {**point, "val_loss": loss}
-        chosen.setdefault(a["name"], {"train.lr": best, "train.min_lr": best * 0.1, "val_loss": 5.2})
-    return {"evidence": "results/search.json", "seeds": [0], "steps": 400, "chosen": chosen, "scores": scores}
+                    chosen[a["name"]] = {"point": point, "val_loss": loss}
+        point = {"train.lr": best, "train.min_lr": best * 0.1}
+        chosen.setdefault(a["name"], {"point": point, "val_loss": 5.2})
+    facts = {"evidence": "results/search.json", "axes": ["train.lr"], "seeds": [0], "steps": 400}
+    return {**facts, "chosen": chosen, "scores": scores}

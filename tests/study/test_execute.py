@@ -69,7 +69,7 @@ class Executed:
         self.jobs: list[Job] = []
         self.devices: list[str] = []
 
-    def __call__(self, jobs: list[Job], workers: Any, data: str, retries: int, say: Any) -> dict[str, str]:
+    def __call__(self, jobs: list[Job], workers: Any, data: str, retries: int, say: Any, later: int) -> dict[str, str]:
         self.jobs, self.devices = jobs, workers.devices
         return {}
 

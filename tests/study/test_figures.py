@@ -99,11 +99,11 @@ def test_the_ring_is_around_the_chosen_point_even_when_another_is_lower(tmp_path
     losses = [score for score in tree["search"]["scores"] if score["arm"] == "mlp-4.75"]
     other = losses[-3]
     assert losses[0]["val_loss"] != other["val_loss"] > min(score["val_loss"] for score in losses if score["val_loss"])
-    tree["search"]["chosen"]["mlp-4.75"] = {key: other[key] for key in ("train.lr", "train.min_lr", "val_loss")}
+    tree["search"]["chosen"]["mlp-4.75"] = {key: other[key] for key in ("point", "val_loss")}
     file.write_text(json.dumps(tree))
     (axes,) = figures.search_figure(load(tmp_path)).axes
     rings = [line for line in axes.lines if line.get_markersize() == 11]
-    assert (rings[1].get_xdata()[0], rings[1].get_ydata()[0]) == (other["train.lr"], other["val_loss"])
+    assert (rings[1].get_xdata()[0], rings[1].get_ydata()[0]) == (other["point"]["train.lr"], other["val_loss"])
 
 
 def test_two_seeds_get_no_interval_in_the_figure(tmp_path):

@@ -52,6 +52,9 @@ def compare(
     gpus_per_run: Annotated[
         float | None, option(metavar="X", help="With --ray: GPUs of each run, or a share of one. Default: 0.")
     ] = None,
+    pool: Annotated[
+        Path | None, option(metavar="DIR", help="Make the runs in this folder, and none that is there already.")
+    ] = None,
     steps: Annotated[int | None, option(metavar="N", help="Steps of every run, instead of the study's own.")] = None,
     device: Device = None,
     settings: Settings = (),
@@ -59,8 +62,8 @@ def compare(
 ) -> int:
     """Train every arm of a study with the same seeds on the same batches, then report which differences are real.
 
-    Runs that are finished already are kept and unfinished ones continued: the same command goes on with a study that
-    was cut short.
+    A study with a search first finds each arm's settings, with the same budget for each. Runs that are finished already
+    are kept and unfinished ones continued: the same command goes on with a study that was cut short.
     """
     from qurve.study.definition import grid_study, load_study
     from qurve.study.execute import run_study
@@ -98,6 +101,7 @@ def compare(
             workers=workers,
             cluster=cluster,
             retries=retries,
+            pool=pool,
             say=plain(console),
         )
     _show_report(folder, console, as_json)

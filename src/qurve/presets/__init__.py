@@ -148,7 +148,7 @@ def small(arm: str, lr: float, min_lr: float) -> RunConfig:
 
 
 def _small(arm: str) -> RunConfig:
-    chosen = small_search()["chosen"][arm]
+    chosen = small_search()["chosen"][arm]["point"]
     return small(arm, chosen["train.lr"], chosen["train.min_lr"])
 
 
@@ -172,7 +172,7 @@ MODERN_MODELS: dict[str, dict[str, Any]] = {
 
 def _modern(family: str, query: ProjectionConfig) -> RunConfig:
     """A modern block on the embedded corpus. Rate and floor are the small baseline's: no search was made for these."""
-    chosen = small_search()["chosen"]["baseline"]
+    chosen = small_search()["chosen"]["baseline"]["point"]
     baseline = small("baseline", chosen["train.lr"], chosen["train.min_lr"])
     return dataclasses.replace(
         baseline, model=dataclasses.replace(baseline.model, query=query, **MODERN_MODELS[family])

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import pickle
-import re
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from qurve import accounting, plugins, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.presets import zoo
+from qurve.study.search import MOST_POINTS, Search, configured, point_name, short_names
+from qurve.study.searched import evidence
 from qurve.study.study_json import FORMAT, check_arm_name
 from qurve.train.config import RunConfig
 
@@ -34,6 +35,8 @@ class Arm:
     config: RunConfig
     paper: dict[str, str] | None = None
     match: accounting.Match | None = None
+    matched: str | None = None
+    """The arm whose architecture this is, trained at the baseline's best point instead of its own."""
 
     def __post_init__(self) -> None:
         check_arm_name(self.name)
@@ -62,8 +65,9 @@ class Study:
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...] = (1, 2, 3)
     baseline: str = "baseline"
-    search: dict[str, Any] | None = None
-    """Evidence of the search that the arms' settings come from, as `experiments/small_search.py` makes it."""
+    search: Search | dict[str, Any] | None = None
+    """The search that is to be made before the arms are trained, or the evidence of one that their settings come from
+    (`qurve.study.searched`)."""
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -86,9 +90,69 @@ class Study:
             raise BadInput(f"study {self.name}: arms are compared on val, which is not in eval.splits")
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise BadInput(f"study {self.name}: seeds must be different and at least one, not {list(self.seeds)}")
+        if isinstance(self.search, Search):
+            self._check_search(self.search)
+
+    def _check_search(self, search: Search) -> None:
+        if both := set(search.seeds) & set(self.seeds):
+            raise BadInput(
+                f"study {self.name}: seed {min(both)} is one of the search and of the comparison; what is chosen with "
+                "a seed looks better with it than it is, so give the search others"
+            )
+        for path in search.paths:
+            if path.startswith((*SHARED, "train.seed")):
+                raise BadInput(f"study {self.name}: {path} cannot be searched, every arm of a study needs the same")
+        try:
+            for arm in self.arms:
+                configured(arm.config, search.first_point)
+        except BadInput as error:
+            raise BadInput(f"study {self.name}, arm {arm.name}: {error}") from None
+
+    @property
+    def configs(self) -> dict[str, RunConfig]:
+        """The arms' configurations by name."""
+        return {arm.name: arm.config for arm in self.arms}
+
+    def settled(self, found: dict[str, Any]) -> Study:
+        """The study after its search, whose evidence this is: each arm at its best point, and each but the baseline at
+        the baseline's best as well (`ARM@BASELINE`), unless that is the same point.
+
+        An arm without a best point stays as it is, and `is_out`.
+        """
+        chosen = {name: item["point"] for name, item in found["chosen"].items()}
+        common, label = chosen[self.baseline], self.arms[[a.name for a in self.arms].index(self.baseline)].label
+        own = [
+            arm
+            if (point := chosen[arm.name]) is None
+            else dataclasses.replace(arm, config=configured(arm.config, tuple(point.items())))
+            for arm in self.arms
+        ]
+        matched = [
+            Arm(
+                f"{arm.name}@{self.baseline}",
+                f"{arm.label}, settings of {label}",
+                configured(arm.config, tuple(common.items())),
+                match=arm.match,
+                matched=arm.name,
+            )
+            for arm in self.arms
+            if common is not None and chosen[arm.name] != common
+        ]
+        return dataclasses.replace(self, arms=(*own, *matched), search=found)
+
+    def is_out(self, arm: Arm) -> bool:
+        """Whether the arm's search is over and found no point at which it trains: there is nothing to run."""
+        return (
+            isinstance(self.search, dict)
+            and self.search.get("chosen", {}).get(arm.name, {"point": ()})["point"] is None
+        )
 
     def change(self, settings: Sequence[str] = (), **train: Any) -> Study:
         """The same settings applied to every arm."""
+        searched = self.search.paths if isinstance(self.search, Search) else ()
+        for path in [setting.partition("=")[0].strip() for setting in settings] + [f"train.{name}" for name in train]:
+            if path in searched:
+                raise BadInput(f"--set {path}: study {self.name} searches it, so a value would change nothing")
 
         def changed(arm: Arm) -> Arm:
             config = dataclasses.replace(arm.config, train=dataclasses.replace(arm.config.train, **train))
@@ -116,6 +180,7 @@ class Study:
                     "flops_per_token": cost.flops_per_token,
                     "paper": arm.paper,
                     "match": None if arm.match is None else str(arm.match),
+                    "matched": arm.matched,
                 }
             )
         tree = {
@@ -127,7 +192,7 @@ class Study:
             "earlier_seeds": [list(seeds) for seeds in earlier_seeds],
             "command": command,
             "arms": arms,
-            "search": self.search,
+            "search": evidence(self.search, self.configs, ()) if isinstance(self.search, Search) else self.search,
         }
         return json.dumps(tree, indent=2) + "\n"
 
@@ -161,11 +226,6 @@ def load_study(name: str) -> Study:
     return study
 
 
-MOST_POINTS = 1000
-MOST_LETTERS = 100
-"""Of a point's name, which becomes a folder."""
-
-
 def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -> Study:
     """A study of a preset with every point of a grid as an arm, the first as the baseline.
 
@@ -180,11 +240,10 @@ def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -
         raise BadInput("--grid: a path is given twice; write all of its values into one, separated by commas")
     if (size := math.prod(map(len, axes.values()))) > MOST_POINTS:
         raise BadInput(f"--grid: {size:,} points, and at most {MOST_POINTS:,} are taken")
-    names = _short_names(list(axes))
+    names = short_names(list(axes))
     arms: dict[str, Arm] = {}
     for values in itertools.product(*axes.values()):
-        parts = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-        label = ", ".join(parts)
+        label = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         try:
             config = apply_settings(base, [f"{path}={value}" for path, value in zip(axes, values, strict=True)])
         except BadInput as error:
@@ -192,7 +251,7 @@ def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -
         key = content_hash(config)
         if key in arms:
             raise BadInput(f"--grid: the points {arms[key].label} and {label} are the same configuration")
-        name = "+".join(re.sub(r"[^A-Za-z0-9._=@+-]+", "-", part).strip("-") for part in parts)[:MOST_LETTERS]
+        name = point_name(dict(zip(axes, values, strict=True)))
         taken = {arm.name for arm in arms.values()}
         arms[key] = Arm(name if name not in taken else f"{name}-{len(arms) + 1}", label, config)
     first = next(iter(arms.values()))
@@ -219,15 +278,6 @@ def _axis(text: str) -> tuple[str, list[str]]:
     if path.startswith(SHARED):
         raise BadInput(f"--grid {path}: every arm of a study needs the same; --set {path}=… sets it for all of them")
     return path, values
-
-
-def _short_names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, with as many of those before it as it takes to tell all of them apart."""
-    for length in itertools.count(1):
-        names = [".".join(path.split(".")[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    raise AssertionError("paths are different")
 
 
 LABELS = {

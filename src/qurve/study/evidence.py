@@ -14,12 +14,13 @@ FORMAT = 1
 
 
 def evidence_json(results: StudyResults) -> str:
-    """Rows and verdict as reported, and of every run its curve, the digest of its batches, and where it was made."""
+    """Rows, verdict and split as reported, and of every run its curves, its batches' digest, and where it was made."""
     tree = {
         "format": FORMAT,
         "name": results.name,
         "title": results.title,
         "command": results.command,
+        "split": results.split,
         "verdict": overall_verdict(results),
         "rows": summary_rows(results),
         "configs": {arm.name: arm.config for arm in results.arms},
@@ -37,6 +38,7 @@ def _run(run: Run) -> dict[str, Any]:
         "why": run.why,
         "steps": run.step,
         "val": run.val,
+        **({"test": run.test} if run.test else {}),
         "last_train_loss": run.train[-1][1] if run.train else None,
         "batches_sha256": hashlib.sha256(digests.encode()).hexdigest(),
         "tokens_per_s": run.tokens_per_s,

@@ -165,7 +165,7 @@ def _paired(results: StudyResults, arm: Arm, refusal: str | None) -> Comparison:
     pairs = {
         seed: (loss, base_loss)
         for seed in results.seeds
-        if (loss := arm.runs[seed].val_loss) is not None and (base_loss := base.runs[seed].val_loss) is not None
+        if (loss := arm.runs[seed].final_loss) is not None and (base_loss := base.runs[seed].final_loss) is not None
     }
     differences = tuple(loss - base_loss for loss, base_loss in pairs.values())
     diff = low = high = p = p_signflip = dll = dppx = None
