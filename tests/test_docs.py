@@ -23,7 +23,7 @@ def test_the_guides_numbers_are_the_evidences() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize("tool", ["zoo", "performance"])
+@pytest.mark.parametrize("tool", ["zoo", "performance", "results"])
 def test_a_generated_page_is_its_evidences(tool: str) -> None:
     checked = subprocess.run([sys.executable, f"tools/{tool}.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr

@@ -8,6 +8,7 @@ from typing import Any
 
 from qurve.config import differences
 from qurve.study.results import Arm, Run, StudyResults
+from qurve.study.stability import scale_of
 from qurve.study.statistics import overall_verdict, summary_rows
 
 FORMAT = 1
@@ -58,6 +59,7 @@ def compact_evidence(results: StudyResults) -> dict[str, Any]:
         "title": results.title,
         "command": results.command,
         "machine": machine(results),
+        "scale": scale_of(results),
         "seeds": list(results.seeds),
         "baseline": results.baseline.name,
         "rows": summary_rows(results),
