@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,12 +156,12 @@ def test_a_rehearsal_is_no_evidence_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_fallen_ratio_is_noticed() -> None:
-    committed = {"a": 2.0, "b": 1.0, "only committed": 1.0}
-    measured = {"a": 1.49, "b": 0.76, "new": 0.1}
-    assert guard.fallen(committed, measured) == {"a": pytest.approx(0.255)}
+    committed = {"a": 2.0, "b": 1.0, "only committed": 1.0, "none": 1.0}
+    measured = {"a": 1.49, "b": 0.76, "new": 0.1, "none": math.nan}
+    assert guard.fallen(committed, measured) == {"a": pytest.approx(0.255), "only committed": 1.0, "none": 1.0}
     said = guard.report(committed, measured)
     assert "a FELL by 26 %: from 2.000 to 1.490" in said
-    assert "only committed was not measured" in said
+    assert "only committed WAS NOT MEASURED" in said
     assert not [line for line in said if line.startswith("b FELL")]
 
 
@@ -182,6 +183,17 @@ def test_the_guards_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
         with pytest.raises(SystemExit) as ended:
             guard.main()
         assert ended.value.code == code
+
+
+def test_nothing_to_compare_with_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(guard.main.__globals__, "COMMITTED", guard.ROOT / "results" / "no-such.json")
+    monkeypatch.setattr("sys.argv", ["bench_check.py"])
+    with pytest.raises(SystemExit) as ended:
+        guard.main()
+    assert ended.value.code == 2
+    assert "no-such.json is missing" in capsys.readouterr().err
 
 
 def test_committing_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

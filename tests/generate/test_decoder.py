@@ -255,6 +255,9 @@ def test_pieces_share_code_where_blocks_are_alike_and_nowhere_else(monkeypatch: 
     between = [found[1] for found in kinds.values()] + [pieces(model, 1, torch.float32)[1] for model in others]
     between += [pieces(models["linear"], 2, torch.float32)[1], pieces(models["linear"], 1, torch.bfloat16)[1]]
     assert len(set(between)) == len(between)
+    strided = GPT(ModelConfig(**SMALL))
+    strided.blocks[1].attention_norm.weight = nn.Parameter(torch.ones(2 * SMALL["d_model"])[::2])
+    assert pieces(strided, 1, torch.float32)[1] not in between  # compiled code holds strides
     assert kinds["linear"] == pieces(GPT(ModelConfig(**SMALL), seed=7), 1, torch.float32)
 
 

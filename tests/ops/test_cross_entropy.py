@@ -97,6 +97,22 @@ def test_never_more_than_a_groups_logits_exist_and_without_gradient_a_chunks(mon
     torch.testing.assert_close(loss, plain(*given, None).detach())
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    hidden_ND, *others = problem(20, torch.float32)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(linear_cross_entropy(hidden_ND, *others, None), hidden_ND, create_graph=True)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("target", [-5, 23])
+def test_a_target_that_is_no_id_is_refused(target: int) -> None:
+    hidden_ND, weight_VD, targets_N = problem(20, torch.float32)
+    targets_N[7] = target
+    with pytest.raises(IndexError):
+        linear_cross_entropy(hidden_ND, weight_VD, targets_N, None)
+
+
 def test_few_logits_take_the_plain_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(10, torch.float32)
     monkeypatch.setattr(cross_entropy, "_softmax", None)  # what the chunks would need
