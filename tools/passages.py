@@ -58,8 +58,8 @@ def train_cpu() -> str:
     return (
         f"Training on {shape['threads']} cores with avx512_bf16, compiled, our linear query runs at "
         f"{times(small['rounds']['ratio_to_nanogpt'])} at L{shape['layers']} D{shape['width']} T{shape['context']} and "
-        f"{times(paper['rounds']['ratio_to_nanogpt'])} at the paper's 124 M shape (medians, quartiles in brackets); the "
-        f"nonlinear query at {middle(small['rounds']['ratio_nonlinear_to_linear'])} and "
+        f"{times(paper['rounds']['ratio_to_nanogpt'])} at the paper's 124 M shape (medians, quartiles in brackets); "
+        f"the nonlinear query at {middle(small['rounds']['ratio_nonlinear_to_linear'])} and "
         f"{middle(paper['rounds']['ratio_nonlinear_to_linear'])} of the linear one's. Writing 512 tokens with the "
         f"nonlinear query, `generate` is {ratios[f'{side} float32 1 against nanogpt, step']:.1f} times as fast as "
         f"nanoGPT's in float32, and {ratios[f'{side} bf16 1 against nanogpt, step']:.1f} times in bf16. "
