@@ -20,6 +20,7 @@ from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.model.init import stream_seed
 from qurve.model.positions import NoPositions, Rope
+from qurve.model.residual import Skip
 from qurve.zoo.linear_attention import LinearAttention
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(1.2, 0.9, top_k=20, top_p=0.95, seed=3)
@@ -359,19 +360,35 @@ def test_models_that_cannot_are_refused(changes: Any, options: Any, message: str
         stream(model_of(dataclasses.replace(TINY, **changes)), [[1]], **options)
 
 
-def test_compiling_is_for_the_decoder_and_for_each_that_sliding_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_compiling_and_dtype_are_for_the_decoder_and_for_each_that_sliding_makes(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compiled in the decoder's own tests."""
-    wanted: list[bool] = []
+    wanted: list[tuple[torch.dtype, bool]] = []
 
     def decoder(*arguments: Any, compile: bool) -> Decoder:
-        wanted.append(compile)
-        return Decoder(*arguments)
+        made = Decoder(*arguments)
+        wanted.append((made.dtype, compile))
+        return made
 
     monkeypatch.setattr(loop, "Decoder", decoder)
-    options: dict[str, Any] = {"beyond": "slide", "max_new_tokens": 15, "sampling": GREEDY}
+    options: dict[str, Any] = {"beyond": "slide", "max_new_tokens": 15, "sampling": GREEDY, "dtype": dtype}
     expected = generate(model_of(TINY), [[1]], **options)
     assert generate(model_of(TINY), [[1]], **options, compile=True) == expected
-    assert wanted == [False, False, True, True]
+    kept = dtype or torch.float32
+    assert wanted == [(kept, False), (kept, False), (kept, True), (kept, True)]
+
+
+def test_whether_it_can_be_compiled_is_asked_for_the_dtype_that_is_wanted() -> None:
+    """Norms that stand after the sums would see them narrow."""
+    model = model_of(dataclasses.replace(TINY, residual=Skip(norms="post")))
+    stream(model, [[1]], compile=True)
+    with pytest.raises(BadInput, match="compile: "):
+        stream(model, [[1]], compile=True, dtype=torch.bfloat16)
+    stream(model.bfloat16(), [[1]], compile=True)
+    with pytest.raises(BadInput, match="compile: "):
+        stream(model, [[1]], compile=True, dtype=torch.float32)
 
 
 def test_prompts_and_their_ids_may_come_one_by_one_and_of_any_library() -> None:
