@@ -3,15 +3,16 @@
     python benchmarks/decode_cpu.py --peer PATH_TO_A_NANOGPT_CHECKOUT --rounds 1
     python benchmarks/decode_cpu.py --hugging-face --rounds 5
 
-All sides have the same weights (but for the nonlinear query's own), which is checked first: logits, and the tokens that
-the greedy choice takes. Warm-up and compilation come before the first round and are stated apart. The sides
+All sides have the same weights (but for the nonlinear query's own), which is checked first: the linear query's logits
+and greedy tokens against the other's, and the logits of each side as it is timed against the model's own in float32.
+Warm-up and compilation come before the first round and are stated apart. The sides
 take turns, in an order that rotates from round to round; ratios are taken within a round, and the memory's bandwidth
 (the sum of a large array) is measured after each turn. Prints a table, then one JSON line.
 
-nanoGPT's `generate` samples 512 tokens after one, and so does ours, preparing the weights included; theirs takes about
-three minutes at 124 M parameters, so give that run few rounds. Hugging Face's GPT-2 continues 128 tokens at batch 1 and
-8, in float32 and bf16; a prompt alone is timed apart. Its activation is the exact GELU here, as in ours, whose decoder
-is timed with its weights prepared.
+Everybody's `generate` is timed as a whole; ours prepares the weights each time. nanoGPT samples 512 tokens after one,
+at 124 M parameters for about three minutes, so give that run few rounds. Hugging Face's GPT-2, whose activation is the
+exact GELU here as in ours, continues 128 tokens greedily: a call for one token is the prompt, and what a longer call
+takes more is the steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from train_cpu import in_words
 
 from qurve.convert import load_checkpoint
 from qurve.files import write_atomic
-from qurve.generate import generate
+from qurve.generate import Sampling, generate
 from qurve.generate.decoder import Decoder
 from qurve.model.gpt import GPT
 from qurve.projections import Bottleneck
@@ -88,9 +89,10 @@ def main() -> None:
                 sides[f"hugging-face {precision} {batch}"] = _TheirGenerate(peer, dtype, batch, new)
             for query, model in models.items():
                 for how in ways if batch == 1 else ("eager",):
-                    name, kind = f"{query} {how} {precision} {batch}", _OurGenerate if options.peer else _OurDecoder
-                    sides[name] = ours = kind(model, dtype, batch, new, how == "compiled")
+                    name, race = f"{query} {how} {precision} {batch}", "nanogpt" if options.peer else "hugging-face"
+                    sides[name] = ours = _Ours(model, dtype, batch, new, how == "compiled", race)
                     bytes_per_step[name], setup[name] = ours.bytes_per_step, ours.setup
+                    differences[name] = ours.error
     if options.peer:
         sides["nanogpt float32 1"] = _NanoGenerate(peer, new)
     rounds, bandwidth = _race(sides, options.rounds)
@@ -113,7 +115,7 @@ def main() -> None:
         print(f"{name:>60}  {in_words(values, '7.3f')}")
     report = {
         "benchmark": "decode_cpu",
-        "command": command(options.out, options.peer),
+        "command": command(options.peer),
         "ratios": {name: statistics.median(values) for name, values in ratios.items()},
         "seconds": found,
         "bandwidth_bytes_per_s": statistics.median(read),
@@ -132,42 +134,47 @@ def main() -> None:
 # ---------------------------------------------------------------------------------------------------------------- sides
 
 
-class _OurDecoder:
-    """A decoder of ours, warmed up, and the greedy choice."""
+class _Ours:
+    """`generate`, all that it does: preparing the weights and choosing tokens included. `race` says against whom."""
 
-    def __init__(self, model: GPT, dtype: torch.dtype, batch: int, new: int, compiled: bool) -> None:
-        self.new, self.prompt = new, _ids(batch, PROMPT)
+    def __init__(self, model: GPT, dtype: torch.dtype, batch: int, new: int, compiled: bool, race: str) -> None:
+        self.new, self.race = new, race
+        prompt_BT = torch.zeros(batch, 1, dtype=torch.long) if race == "nanogpt" else _ids(batch, PROMPT, model.config)
+        sampling = Sampling() if race == "nanogpt" else Sampling(temperature=0)
+        self.write = partial(generate, model, prompt_BT, sampling=sampling, dtype=dtype, compile=compiled)
         started = time.perf_counter()
-        self.decoder = Decoder(model, batch, None, PROMPT + new, dtype, compile=compiled)
-        self.decoder.read(self.prompt)
-        self.decoder.read(self.prompt[:, :1])
+        self.seconds(3)
         self.setup = time.perf_counter() - started
-        self.bytes_per_step = _bytes_per_step(self.decoder, PROMPT + new / 2)
+        decoder = Decoder(model, batch, None, 32, dtype, compile=compiled)
+        self.bytes_per_step = _bytes_per_step(decoder, prompt_BT.shape[1] + new / 2)
+        self.error = _error(decoder, model)
+
+    def seconds(self, new: int) -> float:
+        started = time.perf_counter()
+        self.write(max_new_tokens=new)
+        return time.perf_counter() - started
 
     def __call__(self) -> dict[str, float]:
-        self.decoder.cache.filled = 0
-        started = time.perf_counter()
-        token_B1 = self.decoder.read(self.prompt).argmax(-1, keepdim=True)
-        read = time.perf_counter()
-        for _ in range(self.new):
-            token_B1 = self.decoder.read(token_B1).argmax(-1, keepdim=True)
-        return {"prompt": read - started, "step": (time.perf_counter() - read) / self.new}
+        if self.race == "nanogpt":
+            return {"step": self.seconds(self.new) / self.new}
+        prompt = self.seconds(1)
+        return {"prompt": prompt, "step": (self.seconds(1 + self.new) - prompt) / self.new}
 
 
-class _OurGenerate:
-    """All that `generate` does, drawing tokens included."""
+ERRORS = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""How far a side's logits may be from the model's own in float32, by norm."""
 
-    def __init__(self, model: GPT, dtype: torch.dtype, batch: int, new: int, compiled: bool) -> None:
-        self.new, self.write = new, partial(generate, model, [[0]] * batch, dtype=dtype, compile=compiled)
-        started = time.perf_counter()
-        self.write(max_new_tokens=3)
-        self.setup = time.perf_counter() - started
-        self.bytes_per_step = _bytes_per_step(Decoder(model, batch, None, 1, dtype, compile=compiled), new / 2)
 
-    def __call__(self) -> dict[str, float]:
-        started = time.perf_counter()
-        self.write(max_new_tokens=self.new)
-        return {"step": (time.perf_counter() - started) / self.new}
+@torch.no_grad()
+def _error(decoder: Decoder, model: GPT) -> float:
+    """By how much the logits that are timed differ from the model's own, by norm. `SystemExit` where it is too much."""
+    ids_BT = _ids(decoder.batch, 12, model.config)
+    found = [decoder.read(part_BT) for part_BT in ids_BT.split([8, 1, 1, 1, 1], dim=1)]
+    exact_BTV = model(ids_BT)[:, 7:]
+    error = ((torch.stack(found, dim=1) - exact_BTV).norm() / exact_BTV.norm()).item()
+    if not error <= ERRORS[decoder.dtype]:
+        raise SystemExit(f"a decoder in {decoder.dtype} is off by {error:.3g} of the logits: nothing is timed")
+    return error
 
 
 def _bytes_per_step(decoder: Decoder, tokens: float) -> float:
@@ -178,8 +185,8 @@ def _bytes_per_step(decoder: Decoder, tokens: float) -> float:
     return weights + rows * decoder.dtype.itemsize * tokens
 
 
-def _ids(batch: int, length: int) -> Tensor:
-    return torch.randint(50257, (batch, length), generator=torch.Generator().manual_seed(1))
+def _ids(batch: int, length: int, config: Any) -> Tensor:
+    return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def _read_by(block: nn.Module) -> list[Tensor]:
@@ -204,7 +211,7 @@ class _TheirGenerate:
     def __init__(self, model: nn.Module, dtype: torch.dtype, batch: int, new: int) -> None:
         self.model = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
         self.new = new
-        self.prompt = _ids(batch, PROMPT)
+        self.prompt = _ids(batch, PROMPT, model.config)
         self.seconds(3)
 
     def seconds(self, new: int) -> float:
@@ -303,7 +310,7 @@ def _with_nonlinear_queries(linear: GPT) -> GPT:
 @torch.no_grad()
 def _same_tokens(theirs: nn.Module, ours: GPT) -> dict[str, float]:
     """By how much the logits differ, and that greedy tokens do not. Too large a difference ends the benchmark."""
-    ids_BT = _ids(1, 24)
+    ids_BT = _ids(1, 24, ours.config)
     decoder = Decoder(ours, 1, None, 64)
     logits_BV, worst = decoder.read(ids_BT), 0.0
     for _ in range(8):

@@ -60,13 +60,20 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
-def command(out: Path | None, *checkouts: Path | None) -> str:
+def command(*checkouts: Path | None) -> str:
     """As this script was called, without the place of the result (`--out`), and of the checkouts."""
-    words = ["python", *sys.argv]
-    if out:
-        at = words.index("--out")
-        del words[at : at + 2]
-    return " ".join("PATH" if word in map(str, checkouts) else word for word in words)
+    words, named = ["python"], {path.resolve() for path in checkouts if path}
+    given = iter(sys.argv)
+    for word in given:
+        flag, equals, value = word.partition("=")
+        if flag == "--out":
+            if not equals:
+                next(given)
+        elif Path(value or word).resolve() in named:
+            words.append(f"{flag}=PATH" if equals else "PATH")
+        else:
+            words.append(word)
+    return " ".join(words)
 
 
 def machine(device: str) -> dict[str, Any]:

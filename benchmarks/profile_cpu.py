@@ -69,7 +69,7 @@ def main() -> None:
     products = shapes_of_products(profiled, options.steps, peak, bandwidth / width)
     report: dict[str, Any] = {
         "benchmark": "profile_cpu",
-        "command": command(options.out),
+        "command": command(),
         "step_ms": total,
         "kinds_ms": kinds,
         "products": products,

@@ -42,6 +42,8 @@ Batch = tuple[Tensor, Tensor]
 
 SHAPE = {"layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 8, "vocab": 50304}
 
+FIRST_LOSSES = 0.2
+"""Nats by which the first losses of models with weights of their own may differ."""
 PAIRS = {
     "ratio_nonlinear_to_linear": ("nonlinear", "linear"),
     "ratio_to_nanogpt": ("linear", "nanogpt"),
@@ -78,16 +80,19 @@ def main() -> None:
     with contextlib.ExitStack() as ending:
         workers = {name: ending.enter_context(started(name)) for name in names}
         warm = {name: tell(worker, "warm") for name, worker in workers.items()}
-        turns = {name: (lambda w=worker: tell(w, "steps")["tokens_per_s"]) for name, worker in workers.items()}
+        losses = {name: [answer["loss"]] for name, answer in warm.items()}
         torch.set_num_threads(options.threads)
         found: dict[str, list[float]] = {name: [] for name in [*names, "matrix_peak"]}
         for turn in range(options.rounds):
             at = turn % len(names)
             for name in names[at:] + names[:at]:
-                found[name].append(turns[name]())
+                answer = tell(workers[name], "steps")
+                found[name].append(answer["tokens_per_s"])
+                losses[name].append(answer["loss"])
             found["matrix_peak"].append(matrix_peak(options.width))
         memory = {name: tell(worker, "memory")["bytes"] for name, worker in workers.items()}
 
+    check_losses(losses)
     compared = {key: ratios(found[a], found[b]) for key, (a, b) in PAIRS.items() if a in names and b in names}
     work_per_token = flops_per_token(config)
     shares = {
@@ -96,7 +101,7 @@ def main() -> None:
     }
     report = {
         "benchmark": "train_cpu",
-        "command": command(options.out, options.peer, options.authors),
+        "command": command(options.peer, options.authors),
         **{key: statistics.median(values) for key, values in (compared | shares).items()},
         "tokens_per_s": {name: statistics.median(found[name]) for name in names},
         "peak_memory_bytes": memory,
@@ -106,6 +111,7 @@ def main() -> None:
         "rounds": found | compared | shares,
         "compile_seconds": {name: first["seconds"] for name, first in warm.items()},
         "loss_difference": checked,
+        "losses": losses,
         "shape": {name: getattr(options, name) for name in (*SHAPE, "steps", "threads", "eager")}
         | {"precision": resolve_precision("auto", "cpu")},
         **machine("cpu"),
@@ -118,6 +124,16 @@ def main() -> None:
     print(json.dumps(report))
     if options.out:
         write_atomic(options.out, json.dumps(report, indent=1) + "\n")
+
+
+def check_losses(losses: dict[str, list[float]]) -> None:
+    """Raise `SystemExit` unless the steps that were timed, bf16 and compiled as they were, began alike and learned."""
+    first = [values[0] for values in losses.values()]
+    if not max(first) - min(first) < FIRST_LOSSES:
+        raise SystemExit(f"the sides do not begin alike: {losses}")
+    for name, values in losses.items():
+        if not values[-1] < values[0]:
+            raise SystemExit(f"{name} does not learn: its loss went from {values[0]:.3f} to {values[-1]:.3f}")
 
 
 # --------------------------------------------------------------------------------------------- a process for each side
@@ -165,14 +181,15 @@ def work(options: argparse.Namespace) -> None:
             if word == "memory":
                 answer = {"bytes": peak_memory()}
             elif word == "warm":
-                step()
-                answer = {"seconds": time.perf_counter() - began}
+                loss = step()
+                answer = {"seconds": time.perf_counter() - began, "loss": loss}
                 step()
                 forget_peak_memory()
             else:
                 for _ in range(options.steps):
-                    step()
-                answer = {"tokens_per_s": options.steps * batch[0].numel() / (time.perf_counter() - began)}
+                    loss = step()
+                speed = options.steps * batch[0].numel() / (time.perf_counter() - began)
+                answer = {"tokens_per_s": speed, "loss": loss}
             print(json.dumps(answer), flush=True)
 
 
@@ -255,15 +272,16 @@ def their_step(peer: peers.Peer, config: ModelConfig, batch: Batch, eager: bool)
 
 
 def matrix_peak(width: int, rows: int = 2048, seconds: float = 0.5) -> float:
-    """The most FLOP/s of a product of the model's shapes, in the compute dtype."""
+    """The most FLOP/s of a product of the model's shapes or a square one, in the compute dtype."""
     dtype = torch.bfloat16 if resolve_precision("auto", "cpu") == "bf16" else torch.float32
     best = 0.0
-    for outputs in (3 * width, 4 * width):
-        x, weight = torch.randn(rows, width).to(dtype), torch.randn(outputs, width).to(dtype)
-        end = time.perf_counter() + seconds / 2
+    shapes = [(rows, width, 3 * width), (rows, width, 4 * width), (1024, 1024, 1024), (2048, 2048, 2048)]
+    for n, inner, outputs in shapes:
+        x, weight = torch.randn(n, inner).to(dtype), torch.randn(outputs, inner).to(dtype)
+        end = time.perf_counter() + seconds / len(shapes)
         while (began := time.perf_counter()) < end:
             torch.nn.functional.linear(x, weight)
-            best = max(best, 2 * rows * width * outputs / (time.perf_counter() - began))
+            best = max(best, 2 * n * inner * outputs / (time.perf_counter() - began))
     return best
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from qurve.data.prepare import prepare
+from qurve.projections.module import project
 
 ROOT = Path(__file__).parents[1]
 performance = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "performance.py")))
@@ -146,6 +152,7 @@ def test_a_rehearsal_is_no_evidence_of_a_gpu(tmp_path: Path) -> None:
     text = performance.page(tmp_path)
     assert "| MFU of our linear query at 124 M | 0.400 | at least 0.5 | **missed** |" in text
     assert "nanoGPT's tokens/s | not measured | at least 1.4 |  |" in text
+    assert "times our linear one's | 0.990 (0.890 to 1.090) | at least 0.98 | reached |" in text
     file.write_text(json.dumps({**evidence, "rehearsal": True}))
     with pytest.raises(ValueError, match="no evidence"):
         performance.page(tmp_path)
@@ -155,12 +162,12 @@ def test_a_rehearsal_is_no_evidence_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_fallen_ratio_is_noticed() -> None:
-    committed = {"a": 2.0, "b": 1.0, "only committed": 1.0}
-    measured = {"a": 1.49, "b": 0.76, "new": 0.1}
-    assert guard.fallen(committed, measured) == {"a": pytest.approx(0.255)}
+    committed = {"a": 2.0, "b": 1.0, "only committed": 1.0, "none": 1.0}
+    measured = {"a": 1.49, "b": 0.76, "new": 0.1, "none": math.nan}
+    assert guard.fallen(committed, measured) == {"a": pytest.approx(0.255), "only committed": 1.0, "none": 1.0}
     said = guard.report(committed, measured)
     assert "a FELL by 26 %: from 2.000 to 1.490" in said
-    assert "only committed was not measured" in said
+    assert "only committed WAS NOT MEASURED" in said
     assert not [line for line in said if line.startswith("b FELL")]
 
 
@@ -184,6 +191,17 @@ def test_the_guards_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
         assert ended.value.code == code
 
 
+def test_nothing_to_compare_with_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(guard.main.__globals__, "COMMITTED", guard.ROOT / "results" / "no-such.json")
+    monkeypatch.setattr("sys.argv", ["bench_check.py"])
+    with pytest.raises(SystemExit) as ended:
+        guard.main()
+    assert ended.value.code == 2
+    assert "no-such.json is missing" in capsys.readouterr().err
+
+
 def test_committing_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = guard.main.__globals__
     monkeypatch.setitem(inside, "COMMITTED", tmp_path / "new.json")
@@ -191,3 +209,110 @@ def test_committing_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("sys.argv", ["bench_check.py", "--write"])
     guard.main()
     assert json.loads((tmp_path / "new.json").read_text())["ratios"] == {"a": 0.81}
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts something in the place of what the guard calls."""
+
+    def put(**others: Any) -> None:
+        for name, other in others.items():
+            monkeypatch.setitem(guard.main.__globals__, name, other)
+
+    return put
+
+
+def test_times_as_fast_is_of_the_best_rounds_after_a_warm_up() -> None:
+    ours, other = iter([0.1, 3.0, 1.0]), iter([0.1, 2.0, 4.0])
+    assert guard._times_as_fast(lambda: next(ours), lambda: next(other), rounds=2) == 2.0
+
+
+def test_ratios_of_benchmarks_are_the_right_way_round(inside: Callable[..., None]) -> None:
+    called: dict[str, tuple[Any, ...]] = {}
+    speed = {"linear": 100.0, "nonlinear": 80.0, "nanogpt": 50.0}
+    rounds = {side: [best / 3, best, best / 2] for side, best in speed.items()}
+
+    def benchmark(name: str, *arguments: Any) -> dict[str, Any]:
+        called[name] = arguments
+        sides = [side for side in speed if side != "nanogpt" or "--peer" in arguments]
+        return {"tokens_per_s": dict.fromkeys(sides), "rounds": rounds, "ratio_to_training": 7.0}
+
+    inside(_benchmark=benchmark, prepared=lambda: 2.0, fused=lambda: 3.0, decoded=lambda: 4.0)
+    expected = {
+        "training: nonlinear / linear": 0.8,
+        "training: linear / nanoGPT": 2.0,
+        "loader / training": 7.0,
+        "prepare / plain tiktoken loop": 2.0,
+        "fused / unfused stems": 3.0,
+        "decoding: nonlinear / linear": 4.0,
+    }
+    assert guard.measure(Path("peer")) == expected
+    assert called["train_cpu"][-2:] == ("--peer", Path("peer"))
+    assert called["loader_cpu"][-2:] == ("--rate", 100.0)
+    del expected["training: linear / nanoGPT"]
+    assert guard.measure(None) == expected
+
+
+def test_what_is_decoded_and_fused_is_timed_against_what_is_plain(
+    inside: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+
+    class Queries:
+        """A decoder that says which model it decodes."""
+
+        def __init__(self, config: Any, *_: Any) -> None:
+            used.append(config.query.kind)
+
+        def read(self, ids_BT: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(1, 2)
+
+    def watched(*arguments: Any) -> Any:
+        used.append("project")
+        return project(*arguments)
+
+    def sides(ours: Callable[[], float], other: Callable[[], float], rounds: int) -> list[list[str]]:
+        found = []
+        for side in (ours, other):
+            used.clear()
+            assert 0 < side() < 60
+            found.append(list(dict.fromkeys(used)))
+        return found
+
+    monkeypatch.setattr("qurve.generate.decoder.Decoder", Queries)
+    inside(_times_as_fast=sides, GPT=lambda config: SimpleNamespace(eval=lambda: config), project=watched)
+    assert guard.decoded() == [["bottleneck"], ["linear"]]
+    assert guard.fused() == [["project"], []]
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_prepare_is_timed_against_a_loop_that_makes_as_many_tokens(
+    left_out: int, inside: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [f"document {n}" for n in range(300)]
+    used: list[str] = []
+
+    def write_text(_: None, megabytes: float, file: Path) -> tuple[Path, int]:
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        return file, 0
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        used.append("prepare")
+        assert options["workers"] == 1
+        return prepare(*arguments, **options)
+
+    def sides(ours: Callable[[], float], other: Callable[[], float], rounds: int) -> float:
+        ours()
+        assert used == ["prepare"]
+        other()
+        assert used == ["prepare"]
+        return 1.5
+
+    fewer = SimpleNamespace(documents=lambda: documents[left_out:])
+    monkeypatch.setattr("prepare_cpu.write_text", write_text)
+    inside(_times_as_fast=sides, prepare=watched, Sources=lambda files: fewer)
+    if left_out:
+        with pytest.raises(SystemExit, match="do not give as many tokens"):
+            guard.prepared()
+    else:
+        assert guard.prepared() == 1.5

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -45,9 +46,10 @@ MARGIN = 0.25
 
 
 def fallen(committed: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
-    """The ratios that are more than `MARGIN` below the committed ones, and by what part. Others are not compared."""
-    parts = {name: 1 - measured[name] / committed[name] for name in measured.keys() & committed.keys()}
-    return {name: parts[name] for name in measured if parts.get(name, 0.0) > MARGIN}
+    """The ratios that are more than `MARGIN` below the committed ones, and by what part; one that was not measured, or
+    is no number, has fallen by all."""
+    parts = {name: 1 - measured.get(name, math.nan) / ratio for name, ratio in committed.items()}
+    return {name: 1.0 if math.isnan(part) else part for name, part in parts.items() if not part <= MARGIN}
 
 
 def report(committed: dict[str, float], measured: dict[str, float]) -> list[str]:
@@ -58,10 +60,11 @@ def report(committed: dict[str, float], measured: dict[str, float]) -> list[str]
         before = committed.get(name)
         change = "not committed yet" if before is None else f"{100 * (value / before - 1):+5.0f} %"
         lines.append(f"{name:>40}  {before or float('nan'):9.3f}  {value:8.3f}  {change}")
-    lines += [f"{name} was not measured" for name in committed if name not in measured]
+    lines += [f"{name} WAS NOT MEASURED" for name in committed if name not in measured]
     return lines + [
         f"{name} FELL by {100 * part:.0f} %: from {committed[name]:.3f} to {measured[name]:.3f}"
         for name, part in lost.items()
+        if name in measured
     ]
 
 
@@ -187,6 +190,8 @@ def main() -> None:
     options = parser.parse_args()
     from measuring import machine
 
+    if not options.write and not COMMITTED.exists():
+        parser.error(f"{COMMITTED.relative_to(ROOT)} is missing, so nothing can have fallen; --write makes it")
     began = time.monotonic()
     measured = {name: round(value, 4) for name, value in measure(options.peer).items()}
     committed = json.loads(COMMITTED.read_text(encoding="utf-8"))["ratios"] if COMMITTED.exists() else {}

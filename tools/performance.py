@@ -230,7 +230,9 @@ def growth(evidence: Evidence) -> Iterator[str]:
                 f"{row['flops'] / base_flops:.3f}",
             ]
             for base_flops in [_base_flops(evidence)]
-            for row in evidence["rows"]
+            for row in sorted(
+                evidence["rows"], key=lambda row: (list(evidence["base"]).index(row["axis"]), row["size"])
+            )
         ],
     )
 
@@ -404,6 +406,19 @@ def loaded(evidence: Evidence) -> Iterator[str]:
     )
 
 
+TRAINING_MISSED = """\
+What is missed, and why. **The matrix peak**: products are seven to eight tenths of a step, near the peak each, as
+the profiles show; the rest is attention, and what the compiler fuses: norms, GELU, softmax, casts. **Memory**:
+weights, gradients and AdamW's moments are 16 bytes a parameter on every side, 2.0 GB at 124 M; ours saves logits
+and half of the activations, and keeps freed memory from step to step, for speed, with holes in it. Recomputing
+activations (`train.activation_checkpointing`) saves more and takes time; it is not in these figures."""
+DECODING_MISSED = """\
+What is missed, and why. **The bandwidth**: compiled, one sequence reads its weights about as fast as a slow memory
+gives them (30 GB/s); of a faster one the arithmetic of each column's sum leaves a part unused, and eager Python
+between the products does. **The nonlinear query**: its further steps cost time where nothing is compiled, which on
+a CPU is the case for several sequences. **Prompts**: `generate` folds, stacks and casts the weights anew in each
+call, which for a short prompt takes as long as reading it; a `Decoder` kept by the caller does so once."""
+
 SECTIONS = (
     Section(
         "Training",
@@ -412,6 +427,7 @@ SECTIONS = (
         "where the processor multiplies it.\nEach side in a process of its own; peak memory is the whole process's, "
         "once it is compiled.",
         (("train-cpu*", training), ("train-profile*", where_time_goes)),
+        TRAINING_MISSED,
     ),
     Section(
         "Price of the layer's choices",
@@ -428,9 +444,7 @@ SECTIONS = (
         "Decoding",
         "Reading the prompt and writing new tokens, told apart, with the same weights on both sides.",
         (("decode-cpu*", decoding),),
-        "Compiled, one sequence at a time reads its weights about as fast as memory gives them when that is slow;\n"
-        "what a share of a faster memory leaves open is the arithmetic of each column's sum. The nonlinear query's\n"
-        "further steps cost time where nothing is compiled, and with several sequences, as they are on a CPU.",
+        DECODING_MISSED,
     ),
     Section(
         "Kernel",

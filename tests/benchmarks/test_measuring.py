@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from measuring import Results, ratios, spread, take_turns
+from measuring import Results, command, ratios, spread, take_turns
 
 HEAD = {"benchmark": "x", "rounds": 3}
 
@@ -45,3 +45,17 @@ def test_another_measurements_file_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="its rounds is 3, and this one's 5"):
         Results(file, HEAD | {"rounds": 5})
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["b.py", "--peer", "/x/nano", "--rounds", "1", "--out", "r.json"],
+        ["b.py", "--peer=/x/nano/", "--rounds", "1", "--out=r.json"],
+        ["b.py", "--out", "r.json", "--peer", "/x/../x/nano/", "--rounds", "1"],
+    ],
+)
+def test_command_says_no_place(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", words)
+    said = command(Path("/x/nano"), None)
+    assert said.replace("=", " ") == "python b.py --peer PATH --rounds 1"

@@ -18,6 +18,8 @@ from qurve.model.feed_forward import Dense, Gated
 from qurve.model.gpt import GPT
 from qurve.model.positions import Rope
 from qurve.projections import Bottleneck, Linear, MLPReuse
+from qurve.projections.module import Projection
+from qurve.projections.prepared import matrix
 from qurve.zoo.linear_attention import LinearAttention
 
 ROWS = [row for row in covering_array()[0] if config_of(row).attends != "bidirectional"]
@@ -108,6 +110,35 @@ def test_what_needs_no_change_is_shared() -> None:
     for name in ("token_embedding.weight", "blocks.0.mlp.up.weight", "blocks.2.attention.output.weight"):
         assert ready.get_parameter(name).data_ptr() == model.get_parameter(name).data_ptr()
     assert ready.head_weight.data_ptr() == model.head_weight.data_ptr()
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_all_matrices_are_packed_or_none(
+    batch: int, dtype: torch.dtype, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_compiled", lambda part, kind: part)
+    if compiles and batch > 1:
+        pytest.skip("a CPU compiles for one sequence")
+    model = GPT(ModelConfig(**SMALL, query=Bottleneck(), tie_embeddings=False)).eval()
+    ready = Decoder(model, batch, None, 8, dtype, compile=compiles).model
+    attentions = [block.attention for block in ready.blocks]
+    matrices = [ready.head_weight, *(attention.query.stacked for attention in attentions)]
+    matrices += [weight for attention in attentions for weight in (attention.query.w2, attention.output.weight)]
+    matrices += [part.weight for block in ready.blocks for part in (block.mlp.up, block.mlp.down)]
+    packed = matrix(torch.ones(2, 2), dtype, pack=True).is_mkldnn  # as far as this processor likes such a dtype
+    wanted = packed and not compiles and (batch, dtype) != (1, torch.float32)
+    assert [(weight.is_mkldnn, weight.dtype) for weight in matrices] == [(wanted, dtype)] * len(matrices)
+
+
+def test_each_matrix_is_held_once_in_the_decoders_dtype() -> None:
+    model = GPT(ModelConfig(**SMALL)).eval()
+    ready = Decoder(model, 3, None, 8, torch.bfloat16).model
+    held = [*ready.parameters(), *(part.stacked for part in ready.modules() if isinstance(part, Projection))]
+    narrow = [weight for weight in held if weight is not None and weight.dtype == torch.bfloat16]
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    assert sum(weight.numel() for weight in narrow) == sum(p.numel() for p in [*matrices, model.head_weight])
 
 
 class Louder(nn.Module):
@@ -252,10 +283,29 @@ def test_pieces_share_code_where_blocks_are_alike_and_nowhere_else(monkeypatch: 
         "shared": 3,
     }
     others = [GPT(ModelConfig(**SMALL, mlp=Dense("relu"))), GPT(ModelConfig(**{**SMALL, "d_ff": 41}))]
-    between = [found[1] for found in kinds.values()] + [pieces(model, 1, torch.float32)[1] for model in others]
-    between += [pieces(models["linear"], 2, torch.float32)[1], pieces(models["linear"], 1, torch.bfloat16)[1]]
-    assert len(set(between)) == len(between)
+    others += [GPT(ModelConfig(**SMALL)).bfloat16(), GPT(ModelConfig(**SMALL)).to("meta"), GPT(ModelConfig(**SMALL))]
+    others[-1].final_norm = nn.LayerNorm(SMALL["d_model"], eps=0.1)
+    others.append(GPT(ModelConfig(**SMALL)))
+    for block in others[-1].blocks:  # compiled code holds strides
+        block.attention_norm.weight = nn.Parameter(torch.ones(2 * SMALL["d_model"])[::2])
+    found = [*kinds.values(), *(pieces(model, 1, torch.float32) for model in others)]
+    found += [pieces(models["linear"], 2, torch.float32), pieces(models["linear"], 1, torch.bfloat16)]
+    with monkeypatch.context() as threads:
+        threads.setattr(torch, "get_num_threads", lambda: 97)
+        found.append(pieces(models["linear"], 1, torch.float32))
+    assert all(len(set(ways)) == len(found) for ways in zip(*((one[0], one[1], one[-1]) for one in found), strict=True))
     assert kinds["linear"] == pieces(GPT(ModelConfig(**SMALL), seed=7), 1, torch.float32)
+
+
+def test_with_another_number_of_sequences_the_pieces_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_compiled", lambda part, kind: (part.__name__, kind))
+    monkeypatch.setattr(Decoder, "_one", lambda decoder, ids_B1: None)
+    model = GPT(ModelConfig(**SMALL)).eval()
+    for compiles in (True, False):
+        decoder = Decoder(model, 1, None, 4, compile=compiles)
+        for rows in ([0], [0, 0], [1, 0, 1]):
+            decoder.select(torch.tensor(rows))
+            assert decoder.pieces == (pieces(decoder.model, len(rows), torch.float32) if compiles else [])
 
 
 @pytest.mark.slow

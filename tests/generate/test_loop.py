@@ -20,6 +20,7 @@ from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.model.init import stream_seed
 from qurve.model.positions import NoPositions, Rope
+from qurve.model.residual import Skip
 from qurve.zoo.linear_attention import LinearAttention
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(1.2, 0.9, top_k=20, top_p=0.95, seed=3)
@@ -312,8 +313,8 @@ def test_damaged_weights_are_told_of() -> None:
         ([[1] * 12], {}, r"prompt 1 has 12 tokens, and the model's context holds 12: shorten it, or"),
         ([[1]], {"beyond": "slide"}, "such a text need not end; give max_new_tokens"),
         ([[1]], {"beyond": "slip"}, "beyond = 'slip'; did you mean 'slide'"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0: it must be at least 1"),
-        ([[1]], {"samples": 0}, "samples = 0: it must be at least 1"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0: it must be a whole number, at least 1"),
+        ([[1]], {"samples": 0}, "samples = 0: it must be a whole number, at least 1"),
         ([[1]], {"stop": "x"}, "stop = 'x': it must be a list"),
         ([[1]], {"stop": [""]}, "none of them empty"),
         ([[1]], {"stop": ["x"]}, "stop strings are found in text: give the tokenizer, or stop_ids"),
@@ -324,6 +325,15 @@ def test_damaged_weights_are_told_of() -> None:
         ([[1], [2, 29]], {}, "prompt 2 has the id 29; they are 0 to 28"),
         ([[-1]], {}, "prompt 1 has the id -1"),
         (["abc"], {}, "prompt 1 is a text: give the tokenizer"),
+        ({"a": 1}, {}, "prompts must be a list of texts"),
+        (b"ab", {}, "prompts must be a list of texts"),
+        ([b"ab"], {}, "prompts must be a list of texts"),
+        ([[1.9]], {}, r"prompt 1 has 1\.9 where an id, a whole number"),
+        ([["1", "2"]], {}, "prompt 1 has '1' where an id"),
+        ([[None]], {}, "prompt 1 has None where an id"),
+        ([[1]], {"max_new_tokens": 2.5}, r"max_new_tokens = 2\.5: it must be a whole number"),
+        ([[1]], {"stop_ids": 5}, "stop_ids = 5: it must be a list"),
+        ([[1]], {"dtype": torch.int8}, "dtype = torch.int8: it must be torch.float32 or"),
         ([[1], [2]], {"compile": True}, "compile: on a CPU it is for one sequence at a time, not for 2"),
         ([[1]], {"compile": True, "samples": 3}, "one sequence at a time, not for 3"),
         ([[1]], {"tokenizer": BYTES}, "tokenizer bytes has 257 ids, the model's vocabulary only 29"),
@@ -350,19 +360,41 @@ def test_models_that_cannot_are_refused(changes: Any, options: Any, message: str
         stream(model_of(dataclasses.replace(TINY, **changes)), [[1]], **options)
 
 
-def test_compiling_is_for_the_decoder_and_for_each_that_sliding_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_compiling_and_dtype_are_for_the_decoder_and_for_each_that_sliding_makes(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compiled in the decoder's own tests."""
-    wanted: list[bool] = []
+    wanted: list[tuple[torch.dtype, bool]] = []
 
     def decoder(*arguments: Any, compile: bool) -> Decoder:
-        wanted.append(compile)
-        return Decoder(*arguments)
+        made = Decoder(*arguments)
+        wanted.append((made.dtype, compile))
+        return made
 
     monkeypatch.setattr(loop, "Decoder", decoder)
-    options: dict[str, Any] = {"beyond": "slide", "max_new_tokens": 15, "sampling": GREEDY}
+    options: dict[str, Any] = {"beyond": "slide", "max_new_tokens": 15, "sampling": GREEDY, "dtype": dtype}
     expected = generate(model_of(TINY), [[1]], **options)
     assert generate(model_of(TINY), [[1]], **options, compile=True) == expected
-    assert wanted == [False, False, True, True]
+    kept = dtype or torch.float32
+    assert wanted == [(kept, False), (kept, False), (kept, True), (kept, True)]
+
+
+def test_whether_it_can_be_compiled_is_asked_for_the_dtype_that_is_wanted() -> None:
+    """Norms that stand after the sums would see them narrow."""
+    model = model_of(dataclasses.replace(TINY, residual=Skip(norms="post")))
+    stream(model, [[1]], compile=True)
+    with pytest.raises(BadInput, match="compile: "):
+        stream(model, [[1]], compile=True, dtype=torch.bfloat16)
+    stream(model.bfloat16(), [[1]], compile=True)
+    with pytest.raises(BadInput, match="compile: "):
+        stream(model, [[1]], compile=True, dtype=torch.float32)
+
+
+def test_prompts_and_their_ids_may_come_one_by_one_and_of_any_library() -> None:
+    expected = generate(model_of(TINY), [[1, 2], [3]], sampling=GREEDY, max_new_tokens=3)
+    given = (ids for ids in (torch.tensor([1, 2]), iter([3])))
+    assert generate(model_of(TINY), given, sampling=GREEDY, max_new_tokens=3) == expected
 
 
 def test_a_model_in_training_is_refused_and_text_that_is_no_text() -> None:

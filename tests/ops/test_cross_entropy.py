@@ -35,6 +35,9 @@ def problem(tokens: int, dtype: torch.dtype, ignored: float = 0.2, width: int = 
     return hidden_ND, weight_VD, targets_N
 
 
+LOSSES = (linear_cross_entropy, plain)
+
+
 def with_gradients(loss_of: Any, given: Problem, softcap: float | None) -> list[Tensor]:
     hidden_ND, weight_VD, targets_N = given
     loss = loss_of(hidden_ND, weight_VD, targets_N, softcap)
@@ -78,6 +81,16 @@ def test_under_autocast_products_are_in_its_dtype_and_the_weight_gets_a_float32_
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_the_operator_takes_its_dtype_from_its_inputs_alone() -> None:
+    hidden_ND, weight_VD, targets_N = problem(30, torch.float32)
+    arguments = (hidden_ND.detach(), weight_VD.detach(), targets_N, 0.7, True, False)
+    plainly = cross_entropy._chunked(*arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = cross_entropy._chunked(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(inside, plainly, strict=True))
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_never_more_than_a_groups_logits_exist_and_without_gradient_a_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     softmax = cross_entropy._softmax
@@ -97,10 +110,40 @@ def test_never_more_than_a_groups_logits_exist_and_without_gradient_a_chunks(mon
     torch.testing.assert_close(loss, plain(*given, None).detach())
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    hidden_ND, *others = problem(20, torch.float32)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(linear_cross_entropy(hidden_ND, *others, None), hidden_ND, create_graph=True)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("target", [-5, 23])
+def test_a_target_that_is_no_id_is_refused(target: int) -> None:
+    hidden_ND, weight_VD, targets_N = problem(20, torch.float32)
+    targets_N[7] = target
+    with pytest.raises(IndexError):
+        linear_cross_entropy(hidden_ND, weight_VD, targets_N, None)
+
+
 def test_few_logits_take_the_plain_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     given = problem(10, torch.float32)
     monkeypatch.setattr(cross_entropy, "_softmax", None)  # what the chunks would need
     assert torch.equal(linear_cross_entropy(*given, None), plain(*given, None))
+    monkeypatch.setattr(cross_entropy, "HELD", 10 * 23)
+    assert torch.equal(linear_cross_entropy(*given, None), plain(*given, None))
+    monkeypatch.setattr(cross_entropy, "HELD", 10 * 23 - 1)
+    with pytest.raises(TypeError, match="not callable"):
+        linear_cross_entropy(*given, None)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("trained", [0, 1], ids=["hidden", "weight"])
+def test_one_of_the_two_may_be_trained_alone(trained: int) -> None:
+    given = problem(30, torch.float64)
+    given[1 - trained].requires_grad_(False)
+    ours, theirs = (torch.autograd.grad(loss_of(*given, None), given[trained]) for loss_of in LOSSES)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +32,28 @@ def test_open_ends_are_filled(data: TokenData) -> None:
 def test_resolving_twice_changes_nothing(data: TokenData) -> None:
     once = resolve(tiny("train.threads=none", "train.micro_batch=none", "train.precision=auto"), data)
     assert resolve(once, data) == once
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_machines_settings_hold_within_a_training_and_not_after(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(runtime, "keep_freed_memory", lambda: kept.append(1))
+
+    def now() -> tuple[Any, ...]:
+        fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        return torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), fill
+
+    threads, deterministic, fill = before = now()
+    inside = (threads + 1, True, False) if device == "cpu" else (threads + 1, deterministic, fill)
+    with contextlib.suppress(KeyboardInterrupt):
+        with runtime.machine_settings(tiny(f"train.device={device}", f"train.threads={threads + 1}")):
+            assert now() == inside
+            assert len(kept) == (device == "cpu")
+        assert now() == before
+        with runtime.machine_settings(tiny(f"train.device={device}", "train.threads=none")):
+            assert now() == (threads, *inside[1:])
+            raise KeyboardInterrupt
+    assert now() == before
 
 
 @given(sequences=st.integers(1, 600), most=st.integers(1, 600))

@@ -98,8 +98,15 @@ def generate(
         ],
         compile=compile,
     )
-    begin = time.perf_counter()
-    results = list(_finished(pieces)) if as_json else _show(pieces, texts, samples)
+    begin, first = time.perf_counter(), 0.0
+
+    def timed() -> Iterator[Piece]:
+        nonlocal first
+        for piece in pieces:
+            first = first or time.perf_counter() - begin
+            yield piece
+
+    results = list(_finished(timed())) if as_json else _show(timed(), texts, samples)
     seconds = time.perf_counter() - begin
     results.sort(key=lambda made: (made.prompt, made.sample))
     tokens = sum(len(made.ids) for made in results)
@@ -108,12 +115,15 @@ def generate(
             {"prompt": texts[made.prompt], "sample": made.sample, "text": made.text, "ids": made.ids, "why": made.why}
             for made in results
         ]
-        print(json.dumps({"run": str(run), "texts": rows, "tokens": tokens, "seconds": seconds}))
+        found = {"run": str(run), "texts": rows, "tokens": tokens, "seconds": seconds, "seconds_to_first": first}
+        print(json.dumps(found))
         return 0
     reasons = Counter(made.why for made in results)
     ended = results[0].why if len(results) == 1 else ", ".join(f"{n} {why}" for why, n in reasons.items())
     say = plain(console_for(as_json=True))  # standard output has the text alone
-    say(f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s; ended: {ended}")
+    later = tokens - len(results)
+    speed = f", then {later / (seconds - first):,.0f} tokens/s" if later else ""
+    say(f"{tokens:,} tokens, the first after {first:.2f} s{speed}; ended: {ended}")
     return 0
 
 

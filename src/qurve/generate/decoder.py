@@ -46,7 +46,7 @@ class Decoder:
     products and the cache, the model's own by default. A model that attends to a prefix takes its first read for it.
 
     `compile` compiles what a single token passes between one block's attention and the next, for one sequence on a CPU
-    and for any number on a GPU. That takes some seconds as the first single token comes: it pays for long outputs.
+    and for any number on a GPU. That takes some seconds, at once: it pays for long outputs.
     Raises `ValueError` where it cannot be (`why_not_compiled`).
 
     The model given is not changed. Make a new decoder after changing its weights.
@@ -79,6 +79,10 @@ class Decoder:
         self.pieces = pieces(self.model, batch, self.dtype) if self.compiles else []
         room = min(room, config.context)
         self.cache = Cache(config, batch, room, padding_B=padding_B, device=self.device, dtype=self.dtype)
+        if compile:  # now, and not as the first token comes
+            with torch.inference_mode():
+                self._one(torch.zeros(batch, 1, dtype=torch.long, device=self.device))
+            self.cache.filled = 0
 
     @property
     def filled(self) -> int:
@@ -168,13 +172,19 @@ def _compiled(part: Callable[..., Any], kind: str) -> Callable[..., Any]:
 def pieces(model: GPT, batch: int, dtype: torch.dtype) -> list[Callable[..., Any]]:
     """Into the first block, from each block to the next, and out of the last; alike blocks share code."""
     layers = range(model.config.n_layers)
-    blocks = [repr((model.config.at(layer), model.blocks[layer % len(model.blocks)])) for layer in layers]
+    blocks = [_kind(model.config.at(layer), model.blocks[layer % len(model.blocks)]) for layer in layers]
     weight = model.token_embedding.weight
-    shared = repr((batch, dtype, weight.dtype, weight.device, model.final_norm, torch.get_num_threads()))
+    shared = _kind(batch, dtype, weight.dtype, weight.device, torch.get_num_threads(), model.final_norm)
     ways = [("", blocks[0]), *itertools.pairwise(blocks), (blocks[-1], "")]
     kinds = [hashlib.sha256(f"{shared}{before} to {after}".encode()).hexdigest()[:16] for before, after in ways]
     parts = [_enter, *[_between] * (len(blocks) - 1), _last]
     return [_compiled(part, kind) for part, kind in zip(parts, kinds, strict=True)]
+
+
+def _kind(*parts: Any) -> str:
+    """The parts in words, with the strides of their parameters, for which code is compiled too."""
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    return repr((*parts, [p.stride() for module in modules for p in module.parameters() if not p.is_mkldnn]))
 
 
 # ----------------------------------------------------------------------------------------------------- which, and ready

@@ -5,9 +5,10 @@ Legend: B sequences at work, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ CHUNK = 256
 """Tokens of a prompt that are read at a time: what is computed for them at once stays small."""
 
 PLAIN = Sampling()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,10 @@ def stream(
     n_ids = model.config.vocab_size if tokenizer is None else tokenizer.n_ids
     _check_model(model, beyond)
     for name, number in (("max_new_tokens", max_new_tokens), ("samples", samples)):
-        if number is not None and number < 1:
-            raise BadInput(f"{name} = {number}: it must be at least 1")
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise BadInput(f"{name} = {number!r}: it must be a whole number, at least 1")
+    if dtype is not None and dtype not in DTYPES:
+        raise BadInput(f"dtype = {dtype!r}: it must be {' or '.join(map(str, DTYPES))}")
     if isinstance(stop, str) or "" in stop:
         raise BadInput(f"stop = {stop!r}: it must be a list of strings, none of them empty")
     if stop and tokenizer is None:
@@ -136,6 +140,8 @@ def stream(
     if beyond == "refuse":
         for place, prompt_ids in enumerate(ids):
             _check_room(place, len(prompt_ids), max_new_tokens, model.config.context)
+    if isinstance(stop_ids, int):
+        raise BadInput(f"stop_ids = {stop_ids}: it must be a list of ids")
     ends = stop_ids if stop_ids is not None else [] if tokenizer is None else [tokenizer.eot]
     limits = _Limits(max_new_tokens, model.config.context if beyond == "refuse" else None, frozenset(ends))
     texts = []
@@ -305,18 +311,19 @@ def _check_room(place: int, length: int, new: int | None, context: int) -> None:
 
 
 def _several(prompts: Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
+    found = [] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
+    if (not found and prompts) or not all(isinstance(p, str | Iterable) and not isinstance(p, bytes) for p in found):
         raise BadInput("prompts must be a list of texts, or of lists of ids; put a single one into a list")
-    if not prompts:
+    if not found:
         raise BadInput("there are no prompts; give at least one (an empty text begins a document)")
-    return list(prompts)
+    return found
 
 
 def _ids(place: int, prompt: Prompt, tokenizer: Tokenizer | None, n_ids: int) -> list[int]:
     """The prompt's ids, checked."""
     name = f"prompt {place + 1}"
     if not isinstance(prompt, str):
-        ids = [int(token) for token in prompt]
+        ids = [_id(name, token) for token in prompt]
         if not ids:
             raise BadInput(f"{name} has no ids; begin a document with the end-of-text id, or with an empty text")
         for token in ids:
@@ -330,3 +337,11 @@ def _ids(place: int, prompt: Prompt, tokenizer: Tokenizer | None, n_ids: int) ->
     except UnicodeEncodeError:
         raise BadInput(f"{name} is not valid UTF-8") from None
     return tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.eot]
+
+
+def _id(name: str, token: Any) -> int:
+    """A whole number, of whatever library: of a tensor's and an array's elements, too."""
+    try:
+        return operator.index(token)
+    except TypeError:
+        raise BadInput(f"{name} has {token!r} where an id, a whole number, must be") from None

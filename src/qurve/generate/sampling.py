@@ -8,7 +8,6 @@ Legend: B batch, V vocabulary (the tokenizer's ids alone: rows that pad an embed
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,13 +42,16 @@ class Sampling:
     """Of the random numbers."""
 
     def __post_init__(self) -> None:
+        # Beyond these, float32 has no numbers for what comes of the logits.
         for name in ("repetition_penalty", "temperature"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0 or (value == 0 and name == "repetition_penalty"):
-                bound = "at least 0" if name == "temperature" else "above 0"
-                raise BadInput(f"{name} = {value}: it must be a finite number, {bound}")
-        if self.top_k is not None and self.top_k < 1:
-            raise BadInput(f"top_k = {self.top_k}: it must be at least 1")
+            if not (1e-30 <= value <= 1e30 or (value == 0 and name == "temperature")):
+                bound = "0, or 1e-30 to 1e30" if name == "temperature" else "1e-30 to 1e30"
+                raise BadInput(f"{name} = {value}: it must be {bound}")
+        for name, least in (("top_k", 1), ("seed", 0)):
+            count = getattr(self, name)
+            if count is not None and (not isinstance(count, int) or count < least):
+                raise BadInput(f"{name} = {count!r}: it must be a whole number, at least {least}")
         for name in ("top_p", "min_p"):
             share = getattr(self, name)
             if share is not None and not (0 < share <= 1 or (name == "min_p" and share == 0)):

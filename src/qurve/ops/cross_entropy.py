@@ -27,7 +27,8 @@ of the weight's gradient, which is slow for few. No more than a group's logits e
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None) -> Tensor:
     """Mean of `-log softmax(hidden W^T)[target]` in nats, float32 or wider; targets of -100 do not count.
 
-    Products in autocast's dtype where it is on, softmax in float32. Up to rounding the same as `plain`.
+    Products in autocast's dtype where it is on, softmax in float32. Up to rounding the same as `plain`. Gradients of
+    logits that were not held can be taken once: a graph of them is refused with `RuntimeError`.
     """
     if hidden_ND.device.type != "cpu" or len(hidden_ND) * len(weight_VD) <= HELD:
         return plain(hidden_ND, weight_VD, targets_N, softcap)
@@ -55,6 +56,8 @@ def _chunked(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float, with_gradient: bool, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and its gradients with respect to hidden and weight (empty, where not asked for)."""
+    if ((targets_N != -100) & ((targets_N < 0) | (targets_N >= len(weight_VD)))).any():
+        raise IndexError(f"a target is neither -100 nor one of the {len(weight_VD)} ids from 0")
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     share = 1 / (targets_N != -100).sum().to(wide)
     loss = torch.zeros((), dtype=wide)
@@ -115,6 +118,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _scale(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("this loss has no second derivatives: raise ops.cross_entropy.HELD, or take `plain` for it")
     d_hidden_ND, d_weight_VD = ctx.saved_tensors
     return d_loss * d_hidden_ND, d_loss * d_weight_VD, None, None, None, None
 

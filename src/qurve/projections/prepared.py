@@ -42,7 +42,7 @@ def prepare(projections: Sequence[Projection], dtype: torch.dtype, pack: bool = 
 @torch.no_grad()
 def matrix(weight: Tensor, dtype: torch.dtype, pack: bool = False) -> Tensor:
     """A weight `[out, in]` in `dtype`, packed as `prepare` says."""
-    weight = weight.detach().to(dtype)
+    weight = weight.detach().to(dtype).contiguous()
     if pack and weight.device.type == "cpu" and has_onednn() and _is_product_of_onednn(dtype):
         weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
     return weight
