@@ -321,6 +321,19 @@ def test_looks_with_other_seeds_are_remembered_and_said(executed: Executed, data
     assert any("run before with other seeds (1, 2)" in doubt for doubt in doubts(results))
 
 
+def test_other_looks_than_were_declared_are_refused(executed: Executed, data: TokenData, tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    declared = dataclasses.replace(make_study(seeds=(1, 2, 3)), looks=(3, 5))
+    run(declared, folder, data)
+    before = (folder / "study.json").read_bytes()
+    for looks, words in (((3,), "3, 5 there, 3 now"), ((), "3, 5 there, none now")):
+        with pytest.raises(BadInput, match=rf"other declared looks \({words}\).*give another --out"):
+            run(dataclasses.replace(declared, looks=looks), folder, data)
+    assert (folder / "study.json").read_bytes() == before
+    run(dataclasses.replace(declared, seeds=(1, 2, 3, 4, 5)), folder, data)
+    assert (load(folder).looks, load(folder).earlier_seeds) == ((3, 5), ((1, 2, 3),))
+
+
 KILLED = """
 import multiprocessing, os, signal, sys, threading, time
 from pathlib import Path
