@@ -270,9 +270,26 @@ def test_a_study_is_planned_from_what_another_found(study_file: Path, study: Pat
     assert snapshot(tmp_path) == before
 
 
+def test_a_plan_counts_what_a_pool_holds(
+    study_file: Path, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
+    pool, out = tmp_path / "pool", tmp_path / "study"
+    made = call("compare", study_file, "--data", data_folder, "--out", out, "--pool", pool, "--seeds", 2)
+    assert made.code == 0, made.err
+    before = snapshot(tmp_path)
+    options = ("study", "plan", study_file, "--pool", pool, "--data", data_folder)
+    plan = call(*options, "--json").json
+    assert (plan["made"], plan["runs"], [arm["made"] for arm in plan["arms"]]) == (4, 6, [2, 2])
+    assert "4 of 6 runs are in the pool, 2 are left" in words(call(*options).out)
+    assert call(*options, "--set", "train.lr=0.02", "--json").json["made"] == 0
+    assert snapshot(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("small", "--data", "there"), "--data tells one run from another in a pool: it belongs to --pool"),
         (("smal",), "no study 'smal'; did you mean 'small'?"),
         (("small", "--effect", "0.2"), "in per cent of the baseline's loss"),
         (("small", "--from", "missing"), "missing is not there"),

@@ -19,6 +19,7 @@ from qurve.accounting import count
 from qurve.config import apply_settings, differences
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
 from qurve.study import local
 from qurve.study.effects import Unknown
 from qurve.study.ladder import BUILT_IN, at_length, at_size, ladder, load_definition, run_ladder
@@ -242,6 +243,28 @@ def test_the_command_makes_a_ladder_and_says_what_came_out(
     assert "twin, gain along size (0.03 tokens per parameter): not known: 0.000 percentage points" in told
     assert "Published over parameters: 0.076 (Kaplan et al. 2020" in told
     assert load_ladder(tmp_path / "out").name == "mine"
+
+
+def test_a_ladder_takes_a_pool_and_settings(data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from qurve.study.ladder import ladder\nfrom tiny import tiny\n"
+        "arms = {'baseline': lambda c: c}\n"
+        "LADDER = ladder('mine', 'Mine', tiny(), [(1, 32)], arms, tokens_per_parameter=0.03, seeds=(1,))\n"
+    )
+    options = ("--data", data_folder, "--workers", 1, "--pool", tmp_path / "pool", "--set", "train.lr=0.02")
+    for out in ("one", "two"):
+        done = call("study", "ladder", file, "--out", tmp_path / out, *options)
+        assert done.code == 0, done.err
+    assert "1 of 1 runs are made already and kept" in words(done.out)
+    (run,) = (tmp_path / "pool").iterdir()
+    assert RunFolder(run).config_json()[0]["train"]["lr"] == 0.02
+    for setting in ("train.steps=3", "model.d_model=64", "model={}"):
+        refused = call("study", "ladder", file, "--out", tmp_path / "three", "--set", setting)
+        assert refused.code == 2
+        assert "the ladder mine gives it to each rung" in words(refused.err)
+    assert not (tmp_path / "three").exists()
 
 
 # ------------------------------------------------------------------------------------------------ what it says, planted

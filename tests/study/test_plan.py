@@ -11,9 +11,11 @@ from qurve import accounting
 from qurve.config import apply_settings, to_dict
 from qurve.errors import BadInput
 from qurve.study.definition import Arm, Study
+from qurve.study.execute import Made
 from qurve.study.noise import Known, floor_of
 from qurve.study.plan import built_in_knowledge, make_plan, parse_effect, plan_sentences, plan_table
 from qurve.study.power import minimum_detectable, seeds_needed
+from qurve.study.search import Range, Search
 from tiny import TINY
 
 WIDE = apply_settings(TINY, ["model.d_ff=96"])
@@ -41,6 +43,43 @@ def test_cost_is_counted_arm_by_arm():
     assert wide["flops"] == tokens * accounting.count(WIDE.model).flops_per_token
     assert (base["hours"], wide["hours"]) == (tokens / 64 / 3600, tokens / 32 / 3600)
     assert plan["hours"] == base["hours"] + wide["hours"]
+
+
+def test_the_runs_of_a_search_are_counted_too():
+    search = Search({"train.lr": (1e-3, 1e-2, 1e-1)}, seeds=(101, 102))
+    twin = Arm("a-a", "A/A", TINY, seed_offset=1000)
+    searched = dataclasses.replace(STUDY, arms=(*STUDY.arms, twin), search=search)
+    plan = make_plan(searched, 0.01, KNOWN)
+    step = TINY.train.steps * TINY.train.tokens_per_step
+    base, wide = (accounting.count(config.model).flops_per_token for config in (TINY, WIDE))
+    assert (plan["search"]["runs"], plan["search"]["tokens"]) == (2 * 3 * 2, 12 * step)  # the A/A arm is not searched
+    assert plan["search"]["flops"] == 6 * step * (base + wide)
+    assert (plan["matched"]["runs"], plan["matched"]["flops"]) == (3, 3 * step * wide)
+    assert plan["runs"] == 12 + 9 + 3
+    assert plan["hours"] == pytest.approx(step * (6 / 64 + 6 / 32 + 3 / 64 + 3 / 32 + 3 / 64 + 3 / 32) / 3600)
+    assert (plan["tested"], plan["made"]) == (1, None)
+
+    halving = Search({"train.lr": Range(1e-3, 1)}, "halving", trials=4, rungs=2, factor=2)
+    plan = make_plan(dataclasses.replace(STUDY, search=halving), 0.01, KNOWN)
+    assert (plan["search"]["runs"], plan["search"]["tokens"]) == (2 * (4 + 2), 2 * (4 * step // 2 + 2 * step))
+
+
+def test_what_a_pool_holds_is_taken_off():
+    search = Search({"train.lr": (1e-3, 1e-2)})
+    plan = make_plan(dataclasses.replace(STUDY, search=search), 0.01, KNOWN, Made(STUDY, 4, {"baseline": 2}))
+    assert [arm["made"] for arm in plan["arms"]] == [2, 0]
+    assert (plan["search"]["made"], plan["matched"], plan["made"], plan["runs"]) == (4, None, 6, 10)
+    left = plan["arms"][0]["hours"] / 3 + plan["arms"][1]["hours"]
+    assert plan["hours_left"] == pytest.approx(left)
+    assert f"6 of 10 runs are in the pool, 4 are left (about {left:,.2f} hours)." in plan_sentences(plan)
+
+
+def test_declared_looks_make_each_of_them_stricter():
+    plan = make_plan(dataclasses.replace(STUDY, looks=(3, 6)), 0.01, KNOWN)
+    spread = KNOWN.floor.differences.value
+    assert plan["seeds_needed"] == seeds_needed(0.03, spread, level=0.025)
+    assert plan["detectable_percent"] == pytest.approx(100 * minimum_detectable(3, spread, level=0.025) / 3.0)
+    assert "Each look (declared at 3, 6 seeds) is judged at 2.5 %." in plan_sentences(plan)
 
 
 def test_seeds_come_from_the_noise():

@@ -48,6 +48,13 @@ def arm_of(results, config, command="qurve compare study.py"):
     return results, dataclasses.replace(results.arms[0], config=to_dict(config))
 
 
+def test_a_single_run_of_an_a_a_arm_has_its_batches_and_its_weights(tmp_path):
+    results, arm = arm_of(load(write_study(tmp_path, seeds=(4, 5))), get("small/baseline"))
+    words = shlex.split(single_run(results, dataclasses.replace(arm, seed_offset=1000)))
+    assert words[words.index("--seed") + 1] == "1004"
+    assert "data.order_seed=4" in words
+
+
 def test_a_single_run_is_the_nearest_preset_and_what_differs(tmp_path):
     results = load(write_study(tmp_path, seeds=(4, 5)))
     wanted = apply_settings(get("small/res-gelu"), ["model.query.width=32", "train.lr=0.003", "train.seed=9"])

@@ -15,7 +15,7 @@ from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study import execute, local
 from qurve.study.definition import Arm, Study
-from qurve.study.execute import run_search, run_study
+from qurve.study.execute import made_already, run_search, run_study
 from qurve.study.jobs import Job, run_path
 from qurve.study.results import doubts, load
 from qurve.study.search import Search
@@ -203,6 +203,56 @@ def test_a_search_needs_a_test_split_to_report_on(made: Made, data: TokenData, t
     with pytest.raises(BadInput, match=r"""not in eval\.splits; add it .* --set 'eval\.splits=\["val","test"\]'"""):
         run(make_study('eval.splits=["val"]'), tmp_path / "study", data)
     assert not (tmp_path / "study").exists()
+
+
+def test_a_search_in_the_papers_order_is_refused_and_told_the_way_out(
+    made: Made, data: TokenData, tmp_path: Path
+) -> None:
+    way_out = ("data.order=epochs", BOTH)
+    for splits in ('eval.splits=["val"]', BOTH):
+        study = make_study("data.order=paper", splits)
+        with pytest.raises(BadInput, match=r"no evaluation table; take --set data\.order=epochs") as refusal:
+            run(study, tmp_path / "study", data)
+        assert all(setting in str(refusal.value) for setting in way_out)
+        assert not (tmp_path / "study").exists()
+    assert run(study.change(way_out), tmp_path / "study", data)[0] == {}
+
+
+def test_an_a_a_arm_is_trained_at_the_point_that_the_baseline_gets(made: Made, data: TokenData, tmp_path: Path) -> None:
+    study = make_study()
+    twin = Arm("a-a", "A/A", study.arms[0].config, seed_offset=1000)
+    run(dataclasses.replace(study, arms=(*study.arms, twin)), tmp_path, data)
+    assert made.made == [*TRIALS, *FINALS[:4], "a-a, seed 1", "a-a, seed 2", *FINALS[4:]]
+    results = load(tmp_path)
+    assert results.arms[2].setting("train.lr") == 1e-3
+    config = RunFolder(run_path(tmp_path, "a-a", 2)).config_json()[0]
+    assert (config["train"]["seed"], config["data"]["order_seed"]) == (1002, 2)
+    assert not any("A/A" in doubt for doubt in doubts(results))
+
+
+def test_an_a_a_arm_is_out_where_the_baseline_is(made: Made, data: TokenData, tmp_path: Path) -> None:
+    made.losses |= {(64, 1e-3): None, (64, 1e-2): None}
+    study = make_study()
+    twin = Arm("a-a", "A/A", study.arms[0].config, seed_offset=1000)
+    run(dataclasses.replace(study, arms=(*study.arms, twin)), tmp_path, data)
+    assert made.made == [*TRIALS, *FINALS[2:4]]
+
+
+@pytest.mark.parametrize("breaks_at", [1, len(TRIALS), len(TRIALS) + 3, len(TRIALS) + len(FINALS)])
+def test_what_a_pool_holds_of_a_study_is_counted(breaks_at: int, made: Made, data: TokenData, tmp_path: Path) -> None:
+    pool, study, is_over = tmp_path / "pool", make_study(), breaks_at >= len(TRIALS)
+    made.breaks_at = breaks_at
+    if breaks_at < len(TRIALS) + len(FINALS):
+        with pytest.raises(KeyboardInterrupt):
+            run(study, tmp_path / "study", data, pool=pool)
+    else:
+        run(study, tmp_path / "study", data, pool=pool)
+    before = sorted(tmp_path.rglob("*"))
+    found = made_already(study, data, pool)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert found.trials == min(breaks_at, len(TRIALS))
+    assert sum(found.runs.values()) == breaks_at - found.trials
+    assert [arm.name for arm in found.study.arms] == ["baseline", "wide", *(["wide@baseline"] if is_over else [])]
 
 
 def test_a_search_alone_makes_its_trials_and_no_final(made: Made, data: TokenData, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurve.errors import BadInput
+from qurve.study.headline import headline
 from qurve.study.paired import holm, paired_p, sign_flip_p
-from qurve.study.results import StudyResults, load
+from qurve.study.results import StudyResults, load, search_doubts
 from qurve.study.statistics import (
     ROW_KEYS,
     a_a,
@@ -254,6 +255,26 @@ def test_a_a_needs_no_common_batches_and_nothing_else_may_differ(tmp_path):
         a_a(results, results.baseline)
 
 
+def test_an_a_a_arm_of_a_study_is_judged_alone_and_never_claimed_of(tmp_path):
+    twin = arm("a-a", "A/A", seed_offset=1000)
+    finals = {("baseline", seed): 3.0 for seed in (1, 2, 3)} | {("new", seed): 2.96 for seed in (1, 2)}
+    finals |= {("new", 3): 2.97} | {("a-a", seed): 2.9 + seed / 1000 for seed in (1, 2, 3)}
+    with_it, without = (
+        load(write_study(tmp_path / str(len(arms)), arms, finals=finals)) for arms in ((*TWO, twin), TWO)
+    )
+    new, a_a_of_it = comparisons(with_it)
+    assert new == comparisons(without)[0]  # the family is what it was
+    assert a_a_of_it == a_a(with_it, with_it.arms[2]) == compare(with_it, with_it.arms[2])
+    assert a_a_of_it.verdict.startswith("A/A: a false alarm: lower loss")
+    assert summary_rows(with_it)[2]["verdict"] == a_a_of_it.verdict
+    assert with_it.best.name == headline(with_it).arm.name == "new"  # though the other's loss is lower
+    assert not any("A/A" in doubt for doubt in search_doubts(with_it))
+    assert "arms with one baseline" not in overall_verdict(with_it)
+    alone = load(write_study(tmp_path / "alone", (BASELINE, twin), finals=finals))
+    assert headline(alone) is None
+    assert "A/A" in overall_verdict(alone)
+
+
 # ---------------------------------------------------------------------------------------------------------------- looks
 
 
@@ -306,7 +327,7 @@ def test_looks_are_read_from_the_studys_file(tmp_path):
     file.write_text(file.read_text()[:-1] + ', "looks": [2, 3]}')
     assert load(folder).looks == (2, 3)
     file.write_text(file.read_text().replace("[2, 3]", '["3"]'))
-    with pytest.raises(BadInput, match="looks = '3'"):
+    with pytest.raises(BadInput, match=r"'looks' are numbers of seeds, not \['3'\]"):
         load(folder)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -154,15 +155,29 @@ def study_plan(
         Path | None,
         option(name="from", metavar="FOLDER|FILE", help="A study, or its evidence.json, that shows noise and speed."),
     ] = None,
+    pool: Annotated[Path | None, option(metavar="DIR", help="Say how many of the runs are in this pool.")] = None,
+    data: Data = None,
+    settings: Settings = (),
     as_json: Json = False,
 ) -> int:
-    """What a study will take, and how many seeds it needs. Nothing is created."""
+    """What a study will take, its search with it, and how many seeds it needs. Nothing is created.
+
+    A pool is looked into for what this machine would make by itself: data, device and threads are those of a run, too.
+    """
     from qurve.study.definition import load_study
+    from qurve.study.execute import made_already
     from qurve.study.noise import known_from
     from qurve.study.plan import built_in_knowledge, make_plan, parse_effect, plan_table
 
-    wanted, fraction = load_study(study), parse_effect(effect)
-    plan = make_plan(wanted, fraction, built_in_knowledge(study) if known is None else known_from(known))
+    wanted, fraction = load_study(study).change(settings), parse_effect(effect)
+    knowledge, made = built_in_knowledge(study) if known is None else known_from(known), None
+    if data is not None and pool is None:
+        raise BadInput("--data tells one run from another in a pool: it belongs to --pool")
+    if pool is not None:
+        config = dataclasses.replace(wanted.arms[0].config.data, **given(path=None if data is None else str(data)))
+        with tempfile.TemporaryDirectory() as folder, data_in(Path(folder), config) as opened:
+            made = made_already(wanted, opened, pool)
+    plan = make_plan(wanted, fraction, knowledge, made)
     if as_json:
         print(json.dumps(plan))
     else:
@@ -192,6 +207,10 @@ def study_ladder(
     workers: Annotated[
         int | None, option(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
     ] = None,
+    pool: Annotated[
+        Path | None, option(metavar="DIR", help="Make the runs in this folder, and none that is there already.")
+    ] = None,
+    settings: Settings = (),
     as_json: Json = False,
 ) -> int:
     """Make the same arms at several sizes and training lengths; says how the gain changes with scale.
@@ -202,7 +221,7 @@ def study_ladder(
     from qurve.study.ladder import load_definition, refuse_foreign, run_ladder
     from qurve.study.ladder_results import FILE, lines, table, to_json
 
-    wanted = load_definition(ladder)
+    wanted = load_definition(ladder).change(settings)
     if workers is not None:
         at_least("--workers", workers, 1)
     folder = out or Path("runs") / f"ladder-{wanted.name}"
@@ -213,7 +232,9 @@ def study_ladder(
     console = console_for(as_json)
     command = " ".join(["qurve", *sys.argv[1:]])
     with data_in(folder, config) as opened:
-        results, failed = run_ladder(wanted, folder, opened, command=command, say=plain(console), workers=workers)
+        results, failed = run_ladder(
+            wanted, folder, opened, command=command, say=plain(console), workers=workers, pool=pool
+        )
     console.print(table(results))
     for line in lines(results):
         console.print(line, markup=False, highlight=False)

@@ -8,15 +8,16 @@ import json
 import math
 import pickle
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qurve import accounting, plugins, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.presets import zoo
+from qurve.study.power import LEAST_SEEDS
 from qurve.study.search import MOST_POINTS, Search, configured, point_name, short_names
 from qurve.study.searched import evidence
 from qurve.study.study_json import FORMAT, check_arm_name
@@ -37,9 +38,13 @@ class Arm:
     match: accounting.Match | None = None
     matched: str | None = None
     """The arm whose architecture this is, trained at the baseline's best point instead of its own."""
+    seed_offset: int = 0
+    """Not 0 for an A/A arm: the baseline once more, on the same batches, with other weights. Added to `train.seed`."""
 
     def __post_init__(self) -> None:
         check_arm_name(self.name)
+        if self.seed_offset < 0:
+            raise BadInput(f"arm {self.name}: seed_offset = {self.seed_offset}: a seed is at least 0, so add to it")
 
 
 SHARED = (
@@ -68,6 +73,9 @@ class Study:
     search: Search | dict[str, Any] | None = None
     """The search that is to be made before the arms are trained, or the evidence of one that their settings come from
     (`qurve.study.searched`)."""
+    looks: tuple[int, ...] = ()
+    """Ascending numbers of seeds at which the result may be looked at, the last one the planned number. Each may spend
+    an equal part of the 5 % (`qurve.study.statistics`). Empty: there is one look, whatever the number."""
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -90,8 +98,40 @@ class Study:
             raise BadInput(f"study {self.name}: arms are compared on val, which is not in eval.splits")
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise BadInput(f"study {self.name}: seeds must be different and at least one, not {list(self.seeds)}")
+        self._check_looks()
+        self._check_a_a()
         if isinstance(self.search, Search):
             self._check_search(self.search)
+
+    def _check_looks(self) -> None:
+        if not self.looks:
+            return
+        looks = ", ".join(map(str, self.looks))
+        if list(self.looks) != sorted(set(self.looks)) or self.looks[0] < LEAST_SEEDS:
+            raise BadInput(
+                f"study {self.name}: looks are ascending numbers of seeds, each at least {LEAST_SEEDS}, not {looks}"
+            )
+        if len(self.seeds) >= LEAST_SEEDS and len(self.seeds) not in self.looks:
+            raise BadInput(
+                f"study {self.name}: looks are declared at {looks} seeds, so there would be no verdict with "
+                f"{len(self.seeds)}; give it one of these numbers of seeds"
+            )
+
+    def _check_a_a(self) -> None:
+        baseline = next(arm for arm in self.arms if arm.name == self.baseline)
+        for arm in self.arms:
+            if not arm.seed_offset:
+                continue
+            if arm is baseline or arm.config != baseline.config:
+                raise BadInput(
+                    f"study {self.name}: {arm.name} has a seed_offset, so it is an A/A arm: give it the configuration "
+                    f"of the baseline, {self.baseline}, and leave that one without"
+                )
+            if both := {seed + arm.seed_offset for seed in self.seeds} & set(self.seeds):
+                raise BadInput(
+                    f"study {self.name}: with its seed_offset {arm.name} has weights of seed {min(both)}, which is "
+                    "one of the study's; take a larger one, 1000 say"
+                )
 
     def _check_search(self, search: Search) -> None:
         if both := set(search.seeds) & set(self.seeds):
@@ -110,8 +150,8 @@ class Study:
 
     @property
     def configs(self) -> dict[str, RunConfig]:
-        """The arms' configurations by name."""
-        return {arm.name: arm.config for arm in self.arms}
+        """The configurations by name of the arms that a search tries: an A/A arm takes what the baseline gets."""
+        return {arm.name: arm.config for arm in self.arms if not arm.seed_offset}
 
     def settled(self, found: dict[str, Any]) -> Study:
         """The study after its search, whose evidence this is: each arm at its best point, and each but the baseline at
@@ -120,6 +160,7 @@ class Study:
         An arm without a best point stays as it is, and `is_out`.
         """
         chosen = {name: item["point"] for name, item in found["chosen"].items()}
+        chosen |= {arm.name: chosen[self.baseline] for arm in self.arms if arm.seed_offset}
         common, label = chosen[self.baseline], self.arms[[a.name for a in self.arms].index(self.baseline)].label
         own = [
             arm
@@ -142,10 +183,8 @@ class Study:
 
     def is_out(self, arm: Arm) -> bool:
         """Whether the arm's search is over and found no point at which it trains: there is nothing to run."""
-        return (
-            isinstance(self.search, dict)
-            and self.search.get("chosen", {}).get(arm.name, {"point": ()})["point"] is None
-        )
+        name = self.baseline if arm.seed_offset else arm.name
+        return isinstance(self.search, dict) and self.search.get("chosen", {}).get(name, {"point": ()})["point"] is None
 
     def change(self, settings: Sequence[str] = (), **train: Any) -> Study:
         """The same settings applied to every arm."""
@@ -163,7 +202,11 @@ class Study:
         return dataclasses.replace(self, arms=tuple(changed(arm) for arm in self.arms))
 
     def run_config(self, arm: Arm, seed: int) -> RunConfig:
-        return dataclasses.replace(arm.config, train=dataclasses.replace(arm.config.train, seed=seed))
+        """The arm with this seed. An A/A arm keeps the batches of the seed, and takes its weights from another one."""
+        config = arm.config
+        if arm.seed_offset and config.data.order_seed is None:
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, order_seed=seed))
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed + arm.seed_offset))
 
     def to_json(self, command: str, earlier_seeds: Sequence[Sequence[int]] = ()) -> str:
         """`study.json`: what the report needs to know beyond the runs."""
@@ -181,6 +224,7 @@ class Study:
                     "paper": arm.paper,
                     "match": None if arm.match is None else str(arm.match),
                     "matched": arm.matched,
+                    "seed_offset": arm.seed_offset,
                 }
             )
         tree = {
@@ -189,6 +233,7 @@ class Study:
             "title": self.title,
             "baseline": self.baseline,
             "seeds": list(self.seeds),
+            "looks": list(self.looks),
             "earlier_seeds": [list(seeds) for seeds in earlier_seeds],
             "command": command,
             "arms": arms,
@@ -197,33 +242,46 @@ class Study:
         return json.dumps(tree, indent=2) + "\n"
 
 
+Kind = TypeVar("Kind")
+
+
 def load_study(name: str) -> Study:
     """A built-in study by name, or the `STUDY` of a Python file by path. Raises `BadInput` for anything else."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
+    return defined(name, Study, BUILT_IN)
+
+
+def defined(name: str, kind: type[Kind], built_in: Mapping[str, Callable[[], Kind]]) -> Kind:
+    """One of the built-in ones by name, or what a Python file exposes: a `Study` as `STUDY`, for instance.
+
+    Raises `BadInput` for anything else, and for what worker processes could not be given.
+    """
+    what = kind.__name__
+    if name in built_in:
+        return built_in[name]()
     if not name.endswith(".py"):
         raise BadInput(
-            f"there is no study {name!r}{did_you_mean(name, BUILT_IN)} (or give a Python file, *.py, exposing STUDY)"
+            f"there is no {what.lower()} {name!r}{did_you_mean(name, built_in)} (or give a Python file, *.py, exposing "
+            f"{what.upper()})"
         )
     if not Path(name).is_file():
         raise BadInput(f"there is no file {name}")
     plugins.make_importable(Path(name).parent)
     try:
-        study = runpy.run_path(name).get("STUDY")
+        found = runpy.run_path(name).get(what.upper())
     except QurveError:
         raise
     except Exception as error:  # anything can go wrong in a file that somebody wrote
         raise BadInput(f"{name} cannot be run: {type(error).__name__}: {error}") from error
-    if not isinstance(study, Study):
-        raise BadInput(f"{name} does not expose a qurve Study as STUDY")
+    if not isinstance(found, kind):
+        raise BadInput(f"{name} does not expose a qurve {what} as {what.upper()}")
     try:
-        pickle.dumps(study)
+        pickle.dumps(found)
     except Exception as error:
         raise BadInput(
             f"{name} cannot be given to worker processes ({error}); define a kind of your own in a file beside the "
-            "study, and import it from there"
+            f"{what.lower()}, and import it from there"
         ) from None
-    return study
+    return found
 
 
 def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -> Study:

@@ -130,10 +130,47 @@ def run_search(
         return making.searched(study, study.search)
 
 
+@dataclass(frozen=True)
+class Made:
+    """What of a study is in a pool already."""
+
+    study: Study
+    """Settled, where its search is over."""
+    trials: int
+    """Runs of its search."""
+    runs: dict[str, int]
+    """Runs of each of its arms; empty while its search is not over, which decides what they are."""
+
+
+def made_already(study: Study, data: TokenData, pool: Path) -> Made:
+    """What `run_study` would find in the pool on this machine, with as many workers as it takes by itself.
+
+    Makes nothing. Raises `BadInput` for what cannot be trained here.
+    """
+    search, scores = study.search, list[Score]()
+    with _making(study, pool, data, None, None, 0, pool, lambda _: None) as making:
+        while isinstance(search, Search) and (wanted := trials(search, study.configs, scores)):
+            jobs = making.resolved(trial_jobs(study, wanted, pool))
+            found = [score for pair in zip(wanted, jobs, strict=True) if (score := scored(*pair)) is not None]
+            scores += found
+            if len(found) < len(wanted):
+                return Made(study, len(scores), {})
+        if isinstance(search, Search):
+            study = study.settled(evidence(search, study.configs, scores))
+        jobs = making.resolved(jobs_of(study, pool))
+        return Made(study, len(scores), Counter(job.arm.name for job in jobs if is_made(job)))
+
+
 def _check_splits(study: Study) -> None:
-    splits = study.arms[0].config.eval.splits
+    config = study.arms[0].config
+    splits = config.eval.splits
+    wanted = json.dumps([*splits, "test"] if "test" not in splits else splits, separators=(",", ":"))
+    if config.data.order == "paper":
+        raise BadInput(
+            f"study {study.name}: its search chooses on val, so its arms are compared on test, for which the paper's "
+            f"order has no evaluation table; take --set data.order=epochs --set 'eval.splits={wanted}'"
+        )
     if "test" not in splits:
-        wanted = json.dumps([*splits, "test"], separators=(",", ":"))
         raise BadInput(
             f"study {study.name}: its search chooses on val, so its arms are compared on test, which is not in "
             f"eval.splits; add it in the study, or with --set 'eval.splits={wanted}'"
@@ -217,7 +254,8 @@ class _Making:
 
     def searched(self, study: Study, search: Search) -> tuple[dict[str, Any], dict[str, str]]:
         """The search's evidence, and its failures; trials that are made already are read and not made again."""
-        first, finals = planned(search, study.configs), (2 * len(study.arms) - 1) * len(study.seeds)
+        first = sum(sum(runs.values()) for runs in planned(search, study.configs).values())
+        finals = (2 * len(study.arms) - 1) * len(study.seeds)
         self.say(f"a search of {first} runs (at least), then at most {finals} runs of the chosen points")
         finals *= study.arms[0].config.train.updates
         scores: list[Score] = []

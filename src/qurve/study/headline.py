@@ -20,7 +20,7 @@ class Headline:
 
 def headline(results: StudyResults) -> Headline | None:
     """Of the arm with the lowest difference among those that have a verdict; None where the baseline is alone."""
-    pairs = [(arm, compare(results, arm)) for arm in results.others]
+    pairs = [(arm, compare(results, arm)) for arm in results.tested]
     if not pairs:
         return None
     decided = [(pair.diff, i) for i, (_, pair) in enumerate(pairs) if pair.outcome != "none" and pair.diff is not None]

@@ -129,6 +129,12 @@ def earlier_seeds(study: Study, folder: Path) -> list[list[int]]:
     earlier: list[list[int]] = before.get("earlier_seeds", [])
     if name != study.name or not set(arms) <= {arm.name for arm in study.arms}:
         raise BadInput(f"{folder} holds the study {name!r} with the arms {', '.join(arms)}; give another --out")
+    if (declared := before.get("looks", [])) != list(study.looks):
+        there, here = (", ".join(map(str, looks)) or "none" for looks in (declared, study.looks))
+        raise BadInput(
+            f"{folder} holds the study with other declared looks ({there} there, {here} now), and they are declared "
+            "before the first run; give another --out"
+        )
     return earlier if seeds == list(study.seeds) else [*earlier, seeds]
 
 

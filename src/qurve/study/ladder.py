@@ -10,17 +10,16 @@ unfinished schedule is ever compared. A rung is made, continued and reported lik
 from __future__ import annotations
 
 import dataclasses
-import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurve import accounting, plugins, presets
+from qurve import accounting, presets
 from qurve.data.loader import TokenData
-from qurve.errors import BadInput, QurveError, did_you_mean
+from qurve.errors import BadInput, did_you_mean
 from qurve.files import write_atomic
-from qurve.study.definition import LABELS, Arm, Study
+from qurve.study.definition import LABELS, Arm, Study, defined
 from qurve.study.execute import Say, run_study
 from qurve.study.jobs import resolved
 from qurve.study.ladder_results import FILE, LadderResults, load_ladder, measured, to_json
@@ -30,6 +29,13 @@ TOKENS_PER_PARAMETER = 20.0
 """About what Hoffmann et al. (arXiv 2203.15556) found to be the best use of compute."""
 LENGTHS = (60.0, 240.0)
 """A gain that is left after these is a hard one: it is no head start that more training makes up for."""
+
+MADE_BY_RUNGS = (
+    *(f"model.{name}" for name in ("n_layers", "d_model", "n_heads", "d_ff")),
+    *(f"train.{name}" for name in ("steps", "stop_at", "horizon", "warmup_steps", "tokens_per_step", "seed")),
+    "eval.every",
+)
+"""Settings that a rung's size and length decide."""
 
 Variant = Callable[[RunConfig], RunConfig]
 """What an arm makes of a rung's configuration, which has the baseline's model at the rung's size."""
@@ -58,6 +64,14 @@ class Ladder:
         names = [rung.name for rung in self.rungs]
         if not names or len(set(names)) < len(names):
             raise BadInput(f"ladder {self.name}: it needs rungs, each once, not {', '.join(names) or 'none at all'}")
+
+    def change(self, settings: Sequence[str]) -> Ladder:
+        """The same settings applied to every arm of every rung. Raises `BadInput` for those that make the rungs."""
+        for path in (setting.partition("=")[0].strip() for setting in settings):
+            if path in MADE_BY_RUNGS or path == "model":
+                raise BadInput(f"--set {path}: the ladder {self.name} gives it to each rung; define another ladder")
+        rungs = [dataclasses.replace(rung, study=rung.study.change(settings)) for rung in self.rungs]
+        return dataclasses.replace(self, rungs=tuple(rungs))
 
 
 def ladder(
@@ -210,24 +224,7 @@ def _results(wanted: Ladder, folder: Path, data: TokenData, command: str) -> Lad
 
 def load_definition(name: str) -> Ladder:
     """A built-in ladder by name, or the `LADDER` of a Python file by path. Raises `BadInput` for anything else."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
-    if not name.endswith(".py"):
-        raise BadInput(
-            f"there is no ladder {name!r}{did_you_mean(name, BUILT_IN)} (or give a Python file, *.py, exposing LADDER)"
-        )
-    if not Path(name).is_file():
-        raise BadInput(f"there is no file {name}")
-    plugins.make_importable(Path(name).parent)
-    try:
-        found = runpy.run_path(name).get("LADDER")
-    except QurveError:
-        raise
-    except Exception as error:  # anything can go wrong in a file that somebody wrote
-        raise BadInput(f"{name} cannot be run: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Ladder):
-        raise BadInput(f"{name} does not expose a qurve Ladder as LADDER")
-    return found
+    return defined(name, Ladder, BUILT_IN)
 
 
 def like(preset: str, reference: str) -> Variant:

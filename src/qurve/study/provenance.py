@@ -104,7 +104,10 @@ def single_run(results: StudyResults, arm: Arm) -> str | None:
     threads = {run.environment.get("threads") for run in arm.runs.values() if run.environment}
     if arm.setting("train.threads") is None and len(threads) == 1 and isinstance(only := threads.pop(), int):
         settings = [*settings, f"train.threads={only}"]  # the study shares the cores out; the last bits hang on it
-    words = ["qurve", "train", preset, "--out", f"runs/{arm.name}", "--seed", str(results.seeds[0])]
+    seed = results.seeds[0]
+    if arm.seed_offset and arm.setting("data.order_seed") is None:
+        settings = [*settings, f"data.order_seed={seed}"]
+    words = ["qurve", "train", preset, "--out", f"runs/{arm.name}", "--seed", str(seed + arm.seed_offset)]
     for setting in settings:
         words += ["--set", setting]
     return shlex.join([*words, *_data_option(results.command)])

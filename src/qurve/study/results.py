@@ -91,6 +91,8 @@ class Arm:
     runs: dict[int, Run]
     matched: str | None = None
     """The arm whose architecture this is, trained at the baseline's best point instead of its own."""
+    seed_offset: int = 0
+    """Not 0 for an A/A arm: the baseline once more, on the same batches, with other weights."""
 
     @property
     def finished(self) -> list[Run]:
@@ -154,6 +156,11 @@ class StudyResults:
         return [arm for arm in self.arms if arm.name != self.baseline.name]
 
     @property
+    def tested(self) -> list[Arm]:
+        """The arms that a claim may be made of: the others but for A/A arms."""
+        return [arm for arm in self.others if not arm.seed_offset]
+
+    @property
     def runs(self) -> list[Run]:
         return [run for arm in self.arms for run in arm.runs.values()]
 
@@ -161,7 +168,9 @@ class StudyResults:
     def best(self) -> Arm | None:
         """The arm of the lowest mean loss among those whose every seed has finished."""
         whole = [
-            (loss, i) for i, arm in enumerate(self.arms) if not arm.unfinished and (loss := arm.final_loss) is not None
+            (loss, i)
+            for i, arm in enumerate(self.arms)
+            if not (arm.unfinished or arm.seed_offset) and (loss := arm.final_loss) is not None
         ]
         return self.arms[min(whole)[1]] if whole else None
 
@@ -202,7 +211,7 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
             seeds=seeds,
             search=search,
             earlier_seeds=tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ())),
-            looks=tuple(_number(look, "looks", int) for look in tree.get("looks", ())),
+            looks=tuple(tree.get("looks", ())),
             split=split,
         )
     except KeyError as error:
@@ -237,6 +246,7 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
         match=None if item.get("match") is None else one_line(item["match"]),
         runs=runs,
         matched=None if item.get("matched") is None else one_line(item["matched"]),
+        seed_offset=item.get("seed_offset", 0),
     )
     for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps"):
         if (value := arm.setting(path)) is not None:
@@ -429,7 +439,7 @@ def search_doubts(results: StudyResults) -> list[str]:
     search = results.search
     if search is None:
         return ["No learning-rate search is recorded: each arm ran at the rate that its configuration gives."]
-    found, arms = [], [arm for arm in results.arms if arm.matched is None]
+    found, arms = [], [arm for arm in results.arms if arm.matched is None and not arm.seed_offset]
     if search.flops is not None:
         found.append(f"Each arm's search had the same FLOPs ({search.flops:.3g}), not the same number of points.")
     elif any(a != b for a, b in pairwise(search.offered(arm.name) for arm in arms)):

@@ -247,12 +247,17 @@ def trials(search: Search, configs: Configs, scores: Sequence[Score]) -> list[Tr
     return [trial for trial in dict.fromkeys(wanted) if trial not in scored]
 
 
-def planned(search: Search, configs: Configs) -> int:
-    """How many runs the search takes at least: without extensions of its grid, and all of its rungs."""
-    n = {arm: _points(search, config) for arm, config in configs.items()}
-    if search.sampler == "halving":
-        n = {arm: sum(_survivors(search, count)) for arm, count in n.items()}
-    return sum(n.values()) * len(search.seeds)
+def planned(search: Search, configs: Configs) -> dict[str, dict[int, int]]:
+    """How many runs of how many updates each arm takes at least (updates -> runs): all rungs, and no extension."""
+    found = {}
+    for arm, config in configs.items():
+        points = _points(search, config)
+        if search.sampler == "halving":
+            rungs = dict(zip(rung_steps(search, config), _survivors(search, points), strict=True))
+        else:
+            rungs = {config.train.updates: points}
+        found[arm] = {updates: n * len(search.seeds) for updates, n in rungs.items()}
+    return found
 
 
 class Losses:

@@ -1,5 +1,8 @@
 """What a comparison may claim: differences paired by seed, their interval, and the verdict in words.
 
+An A/A arm (the baseline once more, from other weights) is no arm to be claimed of: it is judged alone, by `a_a`, and is
+no part of the family.
+
 All arms of a seed see the same batches and share their initial weights, so the difference arm - baseline is taken
 within each seed. Losses are in nats per token; a negative difference is a gain.
 
@@ -121,14 +124,15 @@ def undeclared_looks(results: StudyResults) -> list[tuple[int, ...]]:
 def comparisons(results: StudyResults) -> list[Comparison]:
     """Every arm beside the baseline, compared with it, in the study's order: one family of tests.
 
-    An arm without a p counts as one of the family all the same.
+    An arm without a p counts as one of the family all the same; an A/A arm is none of it.
     """
-    pairs = [_paired(results, arm, _refusal(results, arm)) for arm in results.others]
+    pairs = [_paired(results, arm, _refusal(results, arm)) for arm in results.tested]
     adjusted = holm([pair.p for pair in pairs])
-    return [
-        _judged(results, arm, pair, p_holm, len(pairs))
-        for arm, pair, p_holm in zip(results.others, pairs, adjusted, strict=True)
-    ]
+    judged = {
+        arm.name: _judged(results, arm, pair, p_holm, len(pairs))
+        for arm, pair, p_holm in zip(results.tested, pairs, adjusted, strict=True)
+    }
+    return [a_a(results, arm) if arm.seed_offset else judged[arm.name] for arm in results.others]
 
 
 def compare(results: StudyResults, arm: Arm) -> Comparison:
@@ -306,9 +310,9 @@ def scope(results: StudyResults, pairs: Sequence[Comparison]) -> list[str]:
         sentences.append(
             "This holds for this model size, this data and this training length; it says nothing of others."
         )
-        if len(pairs) > 1:
+        if (arms := len(results.tested)) > 1:
             sentences.append(
-                f"The intervals are per arm, not corrected for comparing {len(pairs)} arms with one baseline; the "
+                f"The intervals are per arm, not corrected for comparing {arms} arms with one baseline; the "
                 "verdicts are (Holm, 5 % for all of them together)."
             )
         if results.looks:
