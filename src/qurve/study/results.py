@@ -154,16 +154,29 @@ class StudyResults:
         return [arm for arm in self.arms if arm.name != self.baseline.name]
 
     @property
+    def primary(self) -> list[Arm]:
+        """The arms beside the baseline that are the study's own: after a search, each at its own best point."""
+        return [arm for arm in self.others if arm.matched is None]
+
+    @property
+    def matched(self) -> list[Arm]:
+        """The same architectures at the baseline's best point."""
+        return [arm for arm in self.others if arm.matched is not None]
+
+    @property
+    def split_in_words(self) -> str:
+        return {"val": "validation", "test": "test"}[self.split]
+
+    @property
     def runs(self) -> list[Run]:
         return [run for arm in self.arms for run in arm.runs.values()]
 
     @property
     def best(self) -> Arm | None:
-        """The arm of the lowest mean loss among those whose every seed has finished."""
-        whole = [
-            (loss, i) for i, arm in enumerate(self.arms) if not arm.unfinished and (loss := arm.final_loss) is not None
-        ]
-        return self.arms[min(whole)[1]] if whole else None
+        """The arm of the lowest mean loss among the study's own whose every seed has finished."""
+        own = [arm for arm in self.arms if arm.matched is None]
+        whole = [(loss, i) for i, arm in enumerate(own) if not arm.unfinished and (loss := arm.final_loss) is not None]
+        return own[min(whole)[1]] if whole else None
 
     @cached_property
     def batches(self) -> BatchProof:

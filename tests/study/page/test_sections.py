@@ -7,9 +7,10 @@ from fake_study import BASELINE, write_study
 from markupsafe import escape
 
 from qurve.study.drawing import heatmap
-from qurve.study.page import sections
+from qurve.study.page import pieces
 from qurve.study.page.build import page
-from qurve.study.page.sections import SECTIONS, Numbers, Section, picture
+from qurve.study.page.pieces import Numbers, Section, picture
+from qurve.study.page.sections import SECTIONS
 from qurve.study.results import load
 
 
@@ -20,7 +21,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    monkeypatch.setattr(sections, "svg", lambda *_, **__: "<svg></svg>")
+    monkeypatch.setattr(pieces, "svg", lambda *_, **__: "<svg></svg>")
 
 
 def test_a_section_is_one_entry_and_one_function(undrawn, results):
