@@ -149,6 +149,7 @@ def test_the_folder_holds_table_and_figures_and_nothing_half_written(whole, mess
     assert all(file.stat().st_size > 100 for file in whole.parent.iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_study_gives_the_same_bytes(whole):
     before = {file.name: file.read_bytes() for file in whole.parent.iterdir()}
     write_report(whole.parent.parent)

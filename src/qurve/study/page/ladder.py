@@ -83,8 +83,8 @@ def _rung(results: LadderResults, rung: RungResults, name: str) -> list[str]:
 def _pictures(results: LadderResults, one: Series, place: int) -> str:
     others = [arm for arm in results.arms if arm != results.baseline]
     axis = "non-embedding parameters of the baseline" if one.along == "size" else "tokens of training"
-    losses = [_points(results, one, arm, lambda rung, arm=arm: loss(rung, arm), _loss_line) for arm in results.arms]
-    gains = [_points(results, one, arm, lambda rung, arm=arm: gain(results, rung, arm), _gain_line) for arm in others]
+    losses = [_points(results, one, arm, loss, _loss_line) for arm in results.arms]
+    gains = [_points(results, one, arm, lambda rung, arm: gain(results, rung, arm), _gain_line) for arm in others]
     gains.insert(0, Points(f"{results.arms[results.baseline]} (the line at zero)", []))
     return picture(
         f"gain-{place}",
@@ -107,10 +107,10 @@ def _points(
     results: LadderResults,
     one: Series,
     arm: str,
-    at: Callable[[RungResults], Estimate | Unknown],
+    at: Callable[[RungResults, str], Estimate | Unknown],
     line: Callable[[LadderResults, Series, str], tuple[list[tuple[float, float]], list[tuple[float, float, float]]]],
 ) -> Points:
-    found = [(one.scale[rung.name], at(rung)) for rung in one.rungs]
+    found = [(one.scale[rung.name], at(rung, arm)) for rung in one.rungs]
     known = [(scale, value) for scale, value in found if not isinstance(value, Unknown)]
     intervals = [None if v.low is None or v.high is None else (v.low, v.high) for _, v in known]
     through, band = line(results, one, arm)
