@@ -13,7 +13,6 @@ from qurve.study.page.pieces import Numbers, Section, picture
 from qurve.study.page.sections import SECTIONS
 from qurve.study.results import load
 
-
 OF_MAPS = ("Stability over rate and decay", "Published claims of stability")
 """Sections of studies alone that have a grid of rates and decays."""
 
