@@ -18,7 +18,7 @@ def test_it_holds_verdict_table_and_commands(tmp_path):
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("| ")]
     assert [len(rows) for rows in tables] == [2 + 3, 2 + 2, 2 + 2, 2 + 3, 2 + 4]
     assert all(len({re.sub(r"\\.", "", row).count("|") for row in rows}) == 1 for rows in tables)
-    assert re.search(r"\| Res\. GELU .* \| \.\d{4} \| \.\d{4} \| \.2500 \(≥ \.2500\) \|", text)
+    assert re.search(r"\| Res\. GELU .* \| \.\d+ \| \.\d+ \| \.25 \(≥ \.25\) \|", text)
     for title in ("Gains in useful units", "Training saved", "What it costs", "Noise floor and power"):
         assert f"### {title}\n" in text
     assert "2.8736" in text

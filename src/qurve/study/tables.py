@@ -37,7 +37,7 @@ def chance(p: float | None) -> str:
     """A p value in five signs: `.0625`, `<1e-4`, `1`."""
     if p is None:
         return NONE
-    return "<1e-4" if p < 1e-4 else f"{p:.4f}".removeprefix("0").removesuffix(".0000")
+    return "<1e-4" if p < 1e-4 else f"{p:.4f}".removeprefix("0").rstrip("0").removesuffix(".")
 
 
 def sign_flip(row: Mapping[str, Any]) -> str:

@@ -134,7 +134,13 @@ def noise_table(results: StudyResults) -> Table | None:
 
     def row(label: str, spread: Deviation, correlation: float | None) -> list[str]:
         share = f"{100 * spread.value / floor.base_loss:.2f} %"
-        return [label, str(spread.n), with_interval(spread, lambda x: plain(x, 4)), share, plain(correlation, 2)]
+        return [
+            label,
+            str(spread.n),
+            with_interval(spread, lambda x: plain(x, 4)),
+            share,
+            plain(correlation, 2).replace("-", "−"),
+        ]
 
     rows = [row(f"{results.baseline.label}: its losses", floor.baseline, None)]
     rows += [row(f"{labels[one.arm]}: differences", one.differences, one.correlation) for one in floor.arms]

@@ -246,7 +246,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("Configurations and final loss", _summary),
     Section("Paired differences", _differences),
     Section("What it is worth, and what it costs", _worth),
-    Section("Noise floor and power", _noise),
+    Section("How much is noise", _noise),
     Section("Learning curves", _curves),
     Section("Gain from the first step on", _gains),
     Section("Search", _search),
