@@ -36,8 +36,8 @@ STUDY = Study("broken", "Broken", arms, seeds=(1,))
 """
 )
 ROW_KEYS = (
-    "arm seeds_n non_embedding flops_per_token val_loss diff diff_low diff_high p p_holm p_signflip dll_percent "
-    "dppx_percent tokens_per_s verdict"
+    "arm seeds_n non_embedding flops_per_token val_loss split final_loss diff diff_low diff_high p p_holm p_signflip "
+    "p_signflip_least dll_percent dppx_percent tokens_per_s verdict"
 )
 
 

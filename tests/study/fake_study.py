@@ -94,7 +94,8 @@ def write_study(
 ) -> Path:
     """A whole study; `fates[arm, seed]` makes a run `missing`, `running`, `failed`, `stopped` or `diverged`, or gives
     it batches of its own (`other-batches`); `finals[arm, seed]` sets the last validation loss;
-    there is an evaluation `every` so many steps.
+    there is an evaluation `every` so many steps. An arm whose configuration evaluates the test split has its loss there
+    a hundredth above, or at the end as its `test` says, seed by seed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     described = [
@@ -102,7 +103,7 @@ def write_study(
             "total": a["non_embedding"] + 278_528,
             "flops_per_token": 6.0 * a["non_embedding"],
             "paper": None,
-            **{key: value for key, value in a.items() if key != "gain"},
+            **{key: value for key, value in a.items() if key not in ("gain", "test")},
         }
         for a in arms
     ]
@@ -161,6 +162,9 @@ def _write_run(
         if step % every == 0:
             loss = finals.get((a["name"], seed), ideal) if step == steps else ideal
             lines.append({"step": step, "split": "val", "loss": loss, "tokens": 65_536})
+            if "test" in a["config"]["eval"].get("splits", ()):
+                last_loss = dict(a.get("test", ())).get(seed, loss + 0.01)
+                lines.append({**lines[-1], "split": "test", "loss": last_loss if step == steps else loss + 0.01})
         if step > 0:
             data = f"{seed}/{step}" + (a["name"] if fate == "other-batches" and step >= 7 else "")
             line = {"step": step, "loss": ideal + noise.gauss(0, 0.05), "lr": 1e-3, "grad_norm": 1.0}
@@ -174,7 +178,7 @@ def _write_run(
 
 def _search(arms: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     scores, chosen = [], {}
-    for a in arms:
+    for a in (a for a in arms if a.get("matched") is None):
         best = a["config"]["train"]["lr"]
         for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2):
             for floor in (0.02, 0.1):
@@ -194,3 +198,21 @@ def _search(arms: tuple[dict[str, Any], ...]) -> dict[str, Any]:
         chosen.setdefault(a["name"], {"point": point, "val_loss": 5.2})
     facts = {"evidence": "results/search.json", "axes": ["train.lr"], "seeds": [0], "steps": 400}
     return {**facts, "chosen": chosen, "scores": scores}
+
+
+def searched(*arms: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The same arms evaluated on `test` as well, and each but the first at the first one's point too."""
+    own = [{**a, "config": {**a["config"], "eval": {**a["config"]["eval"], "splits": ["val", "test"]}}} for a in arms]
+    rates = {key: own[0]["config"]["train"][key] for key in ("lr", "min_lr", "weight_decay")}
+    matched = [
+        {
+            **a,
+            "name": f"{a['name']}@{own[0]['name']}",
+            "label": f"{a['label']}, settings of {own[0]['label']}",
+            "matched": a["name"],
+            "config": {**a["config"], "train": {**a["config"]["train"], **rates}},
+            "test": {},
+        }
+        for a in own[1:]
+    ]
+    return (*own, *matched)

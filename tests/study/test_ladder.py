@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,11 @@ from qurve.study.ladder_results import (
     gain_trend,
     lines,
     load_ladder,
+    percent,
     series,
     to_json,
 )
+from qurve.study.report import write_report
 from qurve.study.scaling import Equivalent, Estimate, Fit, Trend
 from qurve.train.config import RunConfig
 from tiny import InProcess, tiny
@@ -285,6 +289,27 @@ def planted(alpha: float = 0.1, worth: tuple[float, ...] = (1.4, 1.4, 1.4), nois
         }
         rungs.append(RungResults(f"{place}x32@20", place, 32, 20.0, 20 * size, 0.5, arms, {}))
     return LadderResults("planted", "Planted", "command", "baseline", "f" * 64, tuple(rungs))
+
+
+def test_its_page_says_what_its_rungs_say(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(to_json(planted(worth=(1.2, 1.4, 1.7))))
+    source = write_report(tmp_path).read_text(encoding="utf-8")
+    told = " ".join(html.unescape(re.sub(r"<(style|svg)\b.*?</\1>|<[^>]*>", " ", source, flags=re.DOTALL)).split())
+    results = load_ladder(tmp_path)
+    for line in lines(results):
+        assert line in told
+    for rung in results.rungs:
+        assert percent(gain(results, rung, "new")).partition(" [")[0] in told
+    assert "Along size, 20 tokens per parameter" in told
+    for name in ("gain-1", "loss-1"):
+        figure = re.search(rf'<figure id="{name}".*?</figure>', source, flags=re.DOTALL)
+        assert figure is not None
+        assert figure[0].count("<svg") == 2
+    assert "<script" not in source
+    assert "script-src 'none'" in source
+    done = call("report", tmp_path, "--json")
+    assert done.code == 0
+    assert done.json["name"] == "planted"
 
 
 def test_what_was_planted_is_read_off() -> None:

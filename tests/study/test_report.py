@@ -34,7 +34,7 @@ def text_of(page: Path) -> str:
 @pytest.fixture
 def undrawn(monkeypatch):
     """For tests of words: figures cost most of a report's second."""
-    monkeypatch.setattr("qurve.study.page.sections.svg", lambda *_, **__: "<svg></svg>")
+    monkeypatch.setattr("qurve.study.page.pieces.svg", lambda *_, **__: "<svg></svg>")
     monkeypatch.setattr("qurve.study.drawing.svg", lambda *_, **__: "<svg></svg>")
     monkeypatch.setattr("qurve.study.drawing.png", lambda _: b"")
 
@@ -68,7 +68,7 @@ def test_the_page_says_what_was_found_and_how_it_is_known(whole):
         "train.lr 2e-3 4e-3 8e-3",
         "a made-up processor",
         "tokens/s MFU configuration",
-        "The lowest of 2 arms: the interval is not corrected for that choice.",
+        "The lowest of 2 arms: the verdict is corrected for 2 (Holm), its interval is not.",
         "from the smallest to the largest",  # what the bands are
         "f" * 64,  # the data's fingerprint
         "git checkout " + "0" * 40,
@@ -149,6 +149,7 @@ def test_the_folder_holds_table_and_figures_and_nothing_half_written(whole, mess
     assert all(file.stat().st_size > 100 for file in whole.parent.iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_study_gives_the_same_bytes(whole):
     before = {file.name: file.read_bytes() for file in whole.parent.iterdir()}
     write_report(whole.parent.parent)

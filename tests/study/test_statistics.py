@@ -338,8 +338,8 @@ def test_rows_have_exactly_the_promised_keys(tmp_path):
     results = load(write_study(tmp_path))
     rows = summary_rows(results)
     promised = (
-        "arm seeds_n non_embedding flops_per_token val_loss diff diff_low diff_high p p_holm p_signflip dll_percent "
-        "dppx_percent tokens_per_s verdict"
+        "arm seeds_n non_embedding flops_per_token val_loss split final_loss diff diff_low diff_high p p_holm "
+        "p_signflip p_signflip_least dll_percent dppx_percent tokens_per_s verdict"
     )
     assert all(" ".join(row) == promised for row in rows)
     assert tuple(promised.split()) == ROW_KEYS
@@ -351,12 +351,14 @@ def test_rows_have_exactly_the_promised_keys(tmp_path):
         "p",
         "p_holm",
         "p_signflip",
+        "p_signflip_least",
         "dll_percent",
         "dppx_percent",
     }
     assert None not in rows[2].values()
     finals = [results.arms[2].runs[s].val_loss for s in (1, 2, 3)]
-    assert rows[2]["val_loss"] == statistics.fmean(finals)
+    assert rows[2]["val_loss"] == rows[2]["final_loss"] == statistics.fmean(finals)
+    assert rows[2]["p_signflip_least"] == 0.25
     assert rows[2]["non_embedding"] == NONLINEAR["non_embedding"]
     assert rows[2]["tokens_per_s"] == pytest.approx(2048 / 0.102)  # the middle one of the three
 

@@ -8,7 +8,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
@@ -17,6 +17,9 @@ from tyro.extras import SubcommandApp
 from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option, plain
 from qurve.errors import EXIT_FAILED, BadInput
 from qurve.files import LOCK
+
+if TYPE_CHECKING:
+    from qurve.study.ladder_results import LadderResults
 
 MOST_SEEDS = 1000
 
@@ -112,7 +115,9 @@ def compare(
 
 
 def report(
-    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, finished or not.")],
+    folder: Annotated[
+        Positional[Path], arg(metavar="FOLDER", help="A study's folder, or a ladder's, finished or not.")
+    ],
     against: Annotated[
         Path | None, option(metavar="FOLDER", help="Another study's folder: compare the arms that both have.")
     ] = None,
@@ -219,7 +224,8 @@ def study_ladder(
     ladder that was cut short.
     """
     from qurve.study.ladder import load_definition, refuse_foreign, run_ladder
-    from qurve.study.ladder_results import FILE, lines, table, to_json
+    from qurve.study.ladder_results import FILE
+    from qurve.study.report import write_report
 
     wanted = load_definition(ladder).change(settings)
     if workers is not None:
@@ -235,12 +241,8 @@ def study_ladder(
         results, failed = run_ladder(
             wanted, folder, opened, command=command, say=plain(console), workers=workers, pool=pool
         )
-    console.print(table(results))
-    for line in lines(results):
-        console.print(line, markup=False, highlight=False)
+    _show_ladder(results, write_report(folder), console, as_json)
     console.print(f"evidence: {folder / FILE}", markup=False, highlight=False, soft_wrap=True)
-    if as_json:
-        print(to_json(results))
     for run, reason in failed.items():
         console.print(f"failed: {run}: {reason}", markup=False, highlight=False)
     return EXIT_FAILED if failed else 0
@@ -255,14 +257,30 @@ def _refuse_foreign_study(folder: Path) -> None:
 
 
 def _show_report(folder: Path, console: Console, as_json: bool, against: Path | None = None) -> None:
+    from qurve.study.ladder_results import FILE as LADDER
+    from qurve.study.ladder_results import load_ladder
     from qurve.study.report import write_report
     from qurve.study.results import load
     from qurve.study.statistics import overall_verdict, summary_rows
     from qurve.study.tables import terminal_table
 
     page = write_report(folder, against)
+    if (folder / LADDER).is_file():
+        _show_ladder(load_ladder(folder), page, console, as_json)
+        return
     results = load(folder)
     console.print(terminal_table(results))
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps({"rows": summary_rows(results), "verdict": overall_verdict(results), "report": str(page)}))
+
+
+def _show_ladder(results: LadderResults, page: Path, console: Console, as_json: bool) -> None:
+    from qurve.study.ladder_results import lines, table, to_json
+
+    console.print(table(results))
+    for line in lines(results):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print(to_json(results))

@@ -64,22 +64,27 @@ def against(results: StudyResults, other: StudyResults) -> list[Pairing]:
             f"{', '.join(arm.name for arm in results.arms)}; there: {', '.join(arm.name for arm in other.arms)})"
         )
     data = [set(provenance(study).data) for study in (results, other)]
-    found = [_pair(arm, there, data) for arm, there in shared]
+    splits = [study.split_in_words for study in (results, other)]
+    found = [_pair(arm, there, data, splits) for arm, there in shared]
     if all(pair.refused is not None for pair in found):
         reasons = "; ".join(dict.fromkeys(f"{pair.arm}: {pair.refused}" for pair in found))
         raise BadInput(f"{results.folder} cannot be compared with {other.folder}: {reasons}")
     return found
 
 
-def _pair(arm: Arm, there: Arm, data: list[set[str]]) -> Pairing:
+def _pair(arm: Arm, there: Arm, data: list[set[str]], splits: list[str]) -> Pairing:
     changed = {p: pair for p, pair in differences(there.config, arm.config).items() if p not in NO_MATTER}
     seeds = [seed for seed in arm.runs if seed in there.runs]
     runs = [(arm.runs[seed], there.runs[seed]) for seed in seeds]
     runs = [(ours, theirs) for ours, theirs in runs if ours.finished and theirs.finished]
     refused = _unequal(changed, runs, data)
+    if splits[0] != splits[1]:
+        refused = f"its loss is on the {splits[0]} split here and on the {splits[1]} split there"
     if refused is not None:
-        return Pairing(arm.name, arm.label, (), arm.val_loss, there.val_loss, None, None, None, refused, changed)
-    losses = [(ours.val[-1][1], theirs.val[-1][1]) for ours, theirs in runs]
+        return Pairing(arm.name, arm.label, (), arm.final_loss, there.final_loss, None, None, None, refused, changed)
+    losses = [
+        (a, b) for ours, theirs in runs if (a := ours.final_loss) is not None and (b := theirs.final_loss) is not None
+    ]
     diffs = [a - b for a, b in losses]
     diff, low, high = (*paired_interval(diffs),) if len(diffs) > 2 else (statistics.fmean(diffs), None, None)
     here, before = (statistics.fmean(column) for column in zip(*losses, strict=True))

@@ -207,10 +207,24 @@ def scatter_fit(
             if interval is not None:
                 axes.plot([x, x], interval, color=colour, linewidth=2.2, solid_capstyle="butt")
         line(axes, group.points, linestyle="", marker=marker, markersize=6, color=colour, label=shorten(group.label))
+    if log_x:
+        from matplotlib.ticker import NullLocator
+
+        at = sorted({x for group in groups for x, _ in group.points})
+        axes.set_xticks(at, [_amount(x) for x in at])  # what was measured; a power of ten would be written as TeX
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(x_axis)
     axes.set_ylabel(y_axis)
     legend(fig, axes, width)
     return fig
+
+
+def _amount(value: float) -> str:
+    """`25.1 k`, `0.84 M`"""
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
 
 
 # ----------------------------------------------------------------------------------------------------------- rendering

@@ -141,12 +141,12 @@ def asked(question: Callable[[], T]) -> T | Unknown:
 def shared_seeds(results: StudyResults, arms: Sequence[Arm]) -> tuple[int, ...]:
     """Seeds that the baseline and all of these arms have finished."""
     every = [results.baseline, *arms]
-    return tuple(seed for seed in results.seeds if all(arm.runs[seed].val_loss is not None for arm in every))
+    return tuple(seed for seed in results.seeds if all(arm.runs[seed].final_loss is not None for arm in every))
 
 
 def final_losses(arm: Arm, seeds: Sequence[int]) -> list[float]:
     """The losses that are compared; the seeds are finished ones."""
-    found = [arm.runs[seed].val_loss for seed in seeds]
+    found = [arm.runs[seed].final_loss for seed in seeds]
     return [loss for loss in found if loss is not None]
 
 
@@ -219,7 +219,7 @@ def _bytes_per_token(data: object, split: str) -> float:
 
 
 def _per_byte(results: StudyResults, difference: Estimate) -> Estimate:
-    scale = bits_per_byte(1.0, bytes_per_token(results))
+    scale = bits_per_byte(1.0, bytes_per_token(results, results.split))
     low, high = (None if end is None else scale * end for end in (difference.low, difference.high))
     return Estimate(scale * difference.value, low, high, difference.n)
 
@@ -241,7 +241,7 @@ def step_reaching(curve: Curve, target: float) -> float | None:
 
 
 def saved(results: StudyResults, arm: Arm, seeds: Sequence[int]) -> Saved:
-    """What the arm saves to the baseline's final loss, of the same seed; means over all of `seeds`.
+    """What the arm saves to the baseline's last validation loss, of the same seed; means over all of `seeds`.
 
     Before its end a schedule that decays is not a finished one: its rate is still high, and a shorter schedule that had
     come down would be better there. So this understates what an arm saves that is better in the end, and it is no
@@ -258,7 +258,7 @@ def saved(results: StudyResults, arm: Arm, seeds: Sequence[int]) -> Saved:
         last, target = base.runs[seed].val[-1]
         step = step_reaching(arm.runs[seed].val, target)
         if step is None:
-            raise BadInput(f"seed {seed} never reaches the baseline's final loss")
+            raise BadInput(f"seed {seed} never reaches the baseline's last validation loss")
         ours, theirs = step * per_step[0], last * per_step[1]
         steps.append(last - step)
         shares.append(100 * (last - step) / last)
@@ -304,7 +304,7 @@ def equivalent_gain(results: StudyResults, arm: Arm, quantity: Literal["params",
         if other.name != arm.name and not other.unfinished and not_comparable(results, other) is None
     ]
     best: dict[float, Arm] = {}
-    for other in sorted(others, key=lambda one: one.val_loss or math.inf):
+    for other in sorted(others, key=lambda one: one.final_loss or math.inf):
         best.setdefault(size[other.name], other)
     seeds = shared_seeds(results, [arm, *best.values()])
     return equivalent(

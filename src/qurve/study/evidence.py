@@ -52,7 +52,7 @@ MACHINE = ("platform", "cpu", "cores", "gpu", "torch", "precision", "threads", "
 
 def compact_evidence(results: StudyResults) -> dict[str, Any]:
     """The same without the curves, for studies of many arms: rows, and of every arm what it changes and each seed's
-    last validation loss (null where the run did not finish; `unfinished` says why)."""
+    last losses (null where the run did not finish; `unfinished` says why)."""
     return {
         "format": FORMAT,
         "name": results.name,
@@ -60,6 +60,7 @@ def compact_evidence(results: StudyResults) -> dict[str, Any]:
         "command": results.command,
         "machine": machine(results),
         "scale": scale_of(results),
+        "split": results.split,
         "seeds": list(results.seeds),
         "baseline": results.baseline.name,
         "rows": summary_rows(results),
@@ -86,5 +87,6 @@ def _arm(results: StudyResults, arm: Arm) -> dict[str, Any]:
         "changes": {path: mine for path, (_, mine) in changes.items()},
         "match": arm.match,
         "val_loss": {str(seed): run.val_loss for seed, run in arm.runs.items()},
+        "final_loss": {str(seed): run.final_loss for seed, run in arm.runs.items()},
         "unfinished": [f"seed {run.seed} {run.in_words}" for run in arm.unfinished],
     }

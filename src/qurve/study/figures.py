@@ -23,7 +23,7 @@ from qurve.study.curves import (
 )
 from qurve.study.drawing import MARKERS, PALETTE, WASH, WIDE, blank, legend, line, shorten, styled
 from qurve.study.results import Arm, StudyResults
-from qurve.study.statistics import compare
+from qurve.study.statistics import comparisons
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def figures_of(results: StudyResults) -> dict[str, Draw]:
     drawings: dict[str, Draw] = {"curves": curves_figure}
     if results.others:
         drawings |= {"gains": gains_figure, "differences": differences_figure}
-    if results.search is not None:
+    if results.search is not None and any(results.search.grid(arm.name) for arm in results.arms):
         drawings["search"] = search_figure
     return drawings
 
@@ -167,8 +167,9 @@ def differences_figure(results: StudyResults, width: float = WIDE) -> Figure:
     axes = fig.subplots()
     axes.axvline(0, color=PALETTE[0], linewidth=1.2)
     axes.grid(axis="y", visible=False)
-    for row, arm in enumerate(results.others):
-        pair, look = compare(results, arm), _look(results, arm)
+    pairs = comparisons(results)
+    for row, (arm, pair) in enumerate(zip(results.others, pairs, strict=True)):
+        look = _look(results, arm)
         if pair.low is not None and pair.high is not None and pair.n > 2:
             axes.plot([pair.low, pair.high], [row, row], color=look["color"], linewidth=2.4, solid_capstyle="butt")
         if pair.diff is not None:

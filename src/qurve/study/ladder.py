@@ -197,7 +197,7 @@ def refuse_foreign(folder: Path, name: str) -> None:
     found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
     if FILE in found and (there := load_ladder(folder).name) != name:
         raise BadInput(f"{folder} holds the ladder {there!r}; give another --out")
-    if found - {"data", "rungs", FILE}:
+    if found - {"data", "rungs", "report", FILE}:
         raise BadInput(f"{folder} holds something that is not a ladder; give another --out")
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qurve.errors import BadInput
-from qurve.study.effects import Unknown, asked, log_loss_gain, not_comparable
+from qurve.study.effects import Unknown, asked, estimate, log_loss_gain, not_comparable
 from qurve.study.results import Arm, StudyResults, load
 from qurve.study.scaling import (
     PUBLISHED,
@@ -31,7 +31,7 @@ from qurve.study.scaling import (
 )
 from qurve.study.statistics import relative_gains
 from qurve.study.study_json import check_plain, one_line
-from qurve.study.tables import NONE, plain, signed
+from qurve.study.tables import NONE, plain, signed, with_interval
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,7 +104,7 @@ def measured(
 
 
 def _rung_arm(results: StudyResults, arm: Arm) -> RungArm:
-    losses = {seed: loss for seed, run in arm.runs.items() if (loss := run.val_loss) is not None}
+    losses = {seed: loss for seed, run in arm.runs.items() if (loss := run.final_loss) is not None}
     unfinished = tuple(f"seed {run.seed} {run.in_words}" for run in arm.unfinished)
     doubt = not_comparable(results, arm)
     return RungArm(arm.name, arm.label, arm.non_embedding, arm.total, arm.flops_per_token, losses, unfinished, doubt)
@@ -185,6 +185,11 @@ def paired(rung: RungResults, names: Sequence[str]) -> dict[str, list[float]]:
     if not seeds:
         raise BadInput(f"rung {rung.name}: no seed is finished in {' and '.join(names)}")
     return {arm.name: [arm.losses[seed] for seed in seeds] for arm in arms}
+
+
+def loss(rung: RungResults, arm: str) -> Estimate | Unknown:
+    """The arm's mean loss at this rung, with its interval over the seeds."""
+    return asked(lambda: estimate(paired(rung, [arm])[arm]))
 
 
 def gain(results: LadderResults, rung: RungResults, arm: str) -> Estimate | Unknown:
@@ -378,25 +383,20 @@ def lines(results: LadderResults) -> list[str]:
 
 def percent(found: Estimate | Unknown) -> str:
     """`+2.40 % [+2.10, +2.70]`, or a dash."""
-    return NONE if isinstance(found, Unknown) else _with_interval(found, lambda x: signed(x, 2), " %")
-
-
-def _with_interval(found: Estimate, write: Callable[[float], str], unit: str = "") -> str:
-    interval = "" if found.low is None or found.high is None else f" [{write(found.low)}, {write(found.high)}]"
-    return write(found.value) + unit + interval
+    return NONE if isinstance(found, Unknown) else with_interval(found, lambda x: signed(x, 2), " %")
 
 
 def _slope(found: Trend | Unknown) -> str:
     if isinstance(found, Unknown):
         return f"no slope ({found.why})"
-    size = _with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
+    size = with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
     return f"{found.outcome}: {size}"
 
 
 def _exponent(found: Fit | Unknown) -> str:
     if isinstance(found, Unknown):
         return f"no exponent ({found.why})"
-    return f"exponent {_with_interval(found.alpha, lambda x: plain(x, 3))}; {found.words}"
+    return f"exponent {with_interval(found.alpha, lambda x: plain(x, 3))}; {found.words}"
 
 
 def _published(results: LadderResults, one: Series) -> str:

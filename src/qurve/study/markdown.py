@@ -11,8 +11,9 @@ from qurve.study.headline import headline
 from qurve.study.provenance import commands, provenance
 from qurve.study.results import Arm, StudyResults, doubts
 from qurve.study.statistics import overall_verdict, summary_rows
+from qurve.study.worth import Table, costs_table, gains_table, noise_table, savings_table
 
-HEAD = ("arm", "Δ N.E. params", "λ", "η max", "η min", "n", "val loss", "diff [95 %]", "ΔLL", "ΔPPX", "tokens/s")
+P_HEAD = ("p", "p Holm", "p sign-flip")
 
 
 def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Sequence[Pairing] = ()) -> str:
@@ -22,13 +23,13 @@ def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Se
         f"## {escaped(results.title)}",
         "",
         *_top(results),
-        f"{finished} of {len(results.runs)} runs finished. Validation loss in nats per token, differences to "
-        f"{escaped(results.baseline.label)} paired by seed; negative is better.",
+        f"{finished} of {len(results.runs)} runs finished. {results.split_in_words.capitalize()} loss in nats per "
+        f"token, differences to {escaped(results.baseline.label)} paired by seed; negative is better.",
         "",
-        *_table(
-            HEAD, [_cells(results, arm, row) for arm, row in zip(results.arms, summary_rows(results), strict=True)]
-        ),
+        *_arms(results),
     ]
+    for table in (gains_table(results), savings_table(results), costs_table(results), noise_table(results)):
+        lines += [] if table is None else ["", *_in_words(table)]
     papers = [arm for arm in results.arms if arm.paper]
     if papers:
         printed = (
@@ -56,6 +57,24 @@ def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Se
     return "\n".join(lines) + "\n"
 
 
+def _arms(results: StudyResults) -> list[str]:
+    """The table of the arms; those at the baseline's point follow in one of their own."""
+    head = ["arm", "Δ N.E. params", "λ", "η max", "η min", "n", f"{results.split} loss", "diff [95 %]", *P_HEAD]
+    head += ["ΔLL", "ΔPPX", "tokens/s"]
+    rows = {arm.name: _cells(results, arm, row) for arm, row in zip(results.arms, summary_rows(results), strict=True)}
+    lines = _table(head, [rows[arm.name] for arm in results.arms if arm.matched is None])
+    if results.matched:
+        matched = _table(head, [rows[arm.name] for arm in results.matched])
+        lines += ["", f"{escaped(tables.AT_BASELINE)} (a family of tests of its own):", "", *matched]
+    return lines
+
+
+def _in_words(table: Table) -> list[str]:
+    rows = [[escaped(cell) for cell in row] for row in table.rows]
+    notes = [f"- {escaped(note)}" for note in table.notes]
+    return [f"### {table.title}", "", *_table(table.head, rows), "", *notes]
+
+
 def _top(results: StudyResults) -> list[str]:
     top = headline(results)
     if top is None:
@@ -80,6 +99,8 @@ def _cells(results: StudyResults, arm: Arm, row: dict[str, object]) -> list[str]
         f"{row['seeds_n']}/{len(results.seeds)}",
         tables.loss_in_words(arm),
         "ref." if reference else _interval(*(_number(row[key]) for key in ("diff", "diff_low", "diff_high"))),
+        *("ref." if reference else tables.chance(_number(row[key])) for key in ("p", "p_holm")),
+        "ref." if reference else tables.sign_flip(row),
         gain("dll_percent"),
         gain("dppx_percent"),
         tables.plain(arm.tokens_per_s, 0),

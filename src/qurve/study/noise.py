@@ -21,7 +21,7 @@ from qurve.study.results import StudyResults, load
 from qurve.study.study_json import check_plain
 
 Losses = Mapping[str, Mapping[int, float]]
-"""Final validation losses of finished runs: arm -> seed -> loss."""
+"""Final losses of finished runs, on the split that the study reports on: arm -> seed -> loss."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ def noise_floor(results: StudyResults) -> NoiseFloor | None:
 
     Arms that did not see the baseline's batches are left out, and so are those with fewer than two seeds in common.
     """
-    paired = [arm for arm in results.others if results.batches.difference_of(arm.name, results.baseline.name) is None]
+    paired = [arm for arm in results.primary if results.batches.difference_of(arm.name, results.baseline.name) is None]
     return floor_of({arm.name: final_losses(arm.runs) for arm in (results.baseline, *paired)}, results.baseline.name)
 
 
 def final_losses(runs: Mapping[int, Any]) -> dict[int, float]:
-    """seed -> final validation loss, of the runs that have finished."""
-    return {seed: run.val_loss for seed, run in runs.items() if run.val_loss is not None}
+    """seed -> final loss, of the runs that have finished."""
+    return {seed: run.final_loss for seed, run in runs.items() if run.final_loss is not None}
 
 
 def floor_of(losses: Losses, baseline: str) -> NoiseFloor | None:
@@ -142,10 +142,11 @@ def known_evidence(content: bytes, source: str) -> Known:
         tree = json.loads(content)
         check_plain(tree)
         baseline = next(row["arm"] for row in tree["rows"] if row["verdict"].startswith("the reference"))
+        split = str(tree.get("split", "val"))
         losses: dict[str, dict[int, float]] = {row["arm"]: {} for row in tree["rows"]}
         for run in tree["runs"]:
             if run["status"] == "finished":
-                loss = float(run["val"][-1][1])
+                loss = float(run[split][-1][1])
                 if math.isfinite(loss):
                     losses[run["arm"]][int(run["seed"])] = loss
         rows = {row["arm"]: row.get("tokens_per_s") for row in tree["rows"]}

@@ -81,13 +81,14 @@ def minimum_detectable(n: int, sd: float, *, power: float = POWER, level: float 
 def detectable(results: StudyResults) -> tuple[float, float] | None:
     """The minimum detectable effect of a study as it stands: in nats per token, and in per cent of the baseline's loss.
 
-    By the noise of its own paired differences, for all its arms and declared looks. None where that is not known.
+    By the noise of its own paired differences, for all arms of its first comparison and declared looks. None where
+    that is not known.
     """
     floor = noise_floor(results)
     if floor is None or floor.differences is None or floor.differences.value == 0:
         return None
     n, sd = floor.differences.n, floor.differences.value
-    nats = minimum_detectable(n, sd, level=LEVEL / max(1, len(results.looks)), arms=max(1, len(results.tested)))
+    nats = minimum_detectable(n, sd, level=LEVEL / max(1, len(results.looks)), arms=max(1, len(results.primary)))
     return None if nats is None else (nats, 100 * nats / floor.base_loss)
 
 

@@ -15,18 +15,25 @@ from qurve.study import drawing, tables
 from qurve.study.against import against
 from qurve.study.evidence import evidence_json
 from qurve.study.figures import figures_of
+from qurve.study.ladder_results import FILE as LADDER
+from qurve.study.ladder_results import load_ladder
 from qurve.study.markdown import markdown
 from qurve.study.page.build import page
+from qurve.study.page.ladder import ladder_page
 from qurve.study.page.sections import against_section
 from qurve.study.results import load
 
 
 def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] | None = None) -> Path:
-    """Write `report/` inside the study's folder, finished or not, and return the path of `report.html`.
+    """Write `report/` inside the study's folder, finished or not, and return the path of `report.html`. A ladder's
+    folder gets its page alone: each rung's study has a report of its own.
 
     With the folder of an `other` study the arms that both have are compared too. Raises `BadInput` when a folder is not
     a study's, or when no arm of the two can be compared. Each file is written whole, then renamed over the old one.
     """
+    folder = Path(folder)
+    if (folder / LADDER).is_file() and other is None:
+        return _written(folder, {"report.html": ladder_page(load_ladder(folder)).encode()})
     results = load(folder)
     before = None if other is None else load(other)
     pairs = [] if before is None else against(results, before)
@@ -40,8 +47,11 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
         files[f"{name}.svg"] = drawing.svg(draw(results, drawing.WIDE), name, themed=False).encode()
         files[f"{name}.png"] = drawing.png(draw(results, drawing.WIDE))
     files["report.html"] = page(results, [] if before is None else [against_section(before, pairs)]).encode()
+    return _written(folder, files)
 
-    report = Path(folder) / "report"
+
+def _written(folder: Path, files: dict[str, bytes]) -> Path:
+    report = folder / "report"
     report.mkdir(exist_ok=True)
     for name, content in files.items():  # the page last: who sees it finds the rest beside it
         _write(report / name, content)

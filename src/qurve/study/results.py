@@ -156,9 +156,19 @@ class StudyResults:
         return [arm for arm in self.arms if arm.name != self.baseline.name]
 
     @property
-    def tested(self) -> list[Arm]:
-        """The arms that a claim may be made of: the others but for A/A arms."""
-        return [arm for arm in self.others if not arm.seed_offset]
+    def primary(self) -> list[Arm]:
+        """The arms that a claim may be made of: the study's own beside the baseline, after a search each at its own
+        best point, but for A/A arms."""
+        return [arm for arm in self.others if arm.matched is None and not arm.seed_offset]
+
+    @property
+    def matched(self) -> list[Arm]:
+        """The same architectures at the baseline's best point."""
+        return [arm for arm in self.others if arm.matched is not None]
+
+    @property
+    def split_in_words(self) -> str:
+        return {"val": "validation", "test": "test"}[self.split]
 
     @property
     def runs(self) -> list[Run]:
@@ -166,13 +176,10 @@ class StudyResults:
 
     @property
     def best(self) -> Arm | None:
-        """The arm of the lowest mean loss among those whose every seed has finished."""
-        whole = [
-            (loss, i)
-            for i, arm in enumerate(self.arms)
-            if not (arm.unfinished or arm.seed_offset) and (loss := arm.final_loss) is not None
-        ]
-        return self.arms[min(whole)[1]] if whole else None
+        """The arm of the lowest mean loss among the study's own whose every seed has finished."""
+        own = [arm for arm in self.arms if arm.matched is None and not arm.seed_offset]
+        whole = [(loss, i) for i, arm in enumerate(own) if not arm.unfinished and (loss := arm.final_loss) is not None]
+        return own[min(whole)[1]] if whole else None
 
     @cached_property
     def batches(self) -> BatchProof:

@@ -4,13 +4,14 @@ A map is of one architecture: a study that makes one names its arms `NAME@POINT`
 NAME alike but for peak rate, floor and decay. Rates are compared across scales as multiples of the baseline's, which is
 the rate of the study's baseline arm; the paper's is 6e-4.
 
-A point is *stable* when every seed finished, none diverged, and the mean final validation loss is at most `WORSE` nats
+A point is *stable* when every seed finished, none diverged, and the mean final loss is at most `WORSE` nats
 above the architecture's best in the map. The last condition is for rates above that best one alone: a lower rate that
 ends higher is slow. Whatever is said here holds for the study's size, data and training length alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -50,7 +51,7 @@ class Ending:
     start_loss: float | None
     """Validation loss before training."""
     loss: float | None
-    """The last validation loss of a finished run."""
+    """The last loss of a finished run, on the split that the study reports on."""
     spikes: int | None
     max_logit: float | None
     """The largest attention logit of any block at any evaluation; None where none was measured."""
@@ -66,7 +67,7 @@ class Cell:
 
     @property
     def loss(self) -> float | None:
-        """Mean final validation loss; None unless every seed finished."""
+        """Mean final loss; None unless every seed finished."""
         losses = [ending.loss for ending in self.endings]
         return None if None in losses else statistics.fmean(loss for loss in losses if loss is not None)
 
@@ -190,7 +191,7 @@ def endings_of(results: StudyResults) -> list[Ending]:
                 "name what stands before the @ after the model"
             )
         for run in arm.runs.values():
-            found.append(_ending(results, arm, run, name))
+            found.append(dataclasses.replace(ending_of(results, arm, run), arm=name))
     return found
 
 
@@ -199,7 +200,8 @@ def architecture(arm: str) -> str:
     return arm.partition("@")[0]
 
 
-def _ending(results: StudyResults, arm: Arm, run: Run, name: str) -> Ending:
+def ending_of(results: StudyResults, arm: Arm, run: Run) -> Ending:
+    """One run as it ended, under its own arm's name."""
     lines = []
     if run.status not in ("missing", "damaged"):
         lines = list(RunFolder(run_path(results.folder, arm.name, run.seed)).metrics())
@@ -207,14 +209,14 @@ def _ending(results: StudyResults, arm: Arm, run: Run, name: str) -> Ending:
     logits = [logit for line in lines for logit in line.get("max_logit") or () if logit is not None]
     start = [loss for step, loss in run.val if step == 0]
     return Ending(
-        arm=name,
+        arm=arm.name,
         lr=_setting(arm, "train.lr"),
         weight_decay=_setting(arm, "train.weight_decay"),
         seed=run.seed,
         status=run.status,
         step=run.step,
         start_loss=start[0] if start else None,
-        loss=run.val_loss,
+        loss=run.final_loss,
         spikes=len(spikes([norm for _, norm in sorted(norms.items())])) if norms else None,
         max_logit=max(logits, default=None),
     )

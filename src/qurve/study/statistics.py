@@ -11,6 +11,10 @@ study beside the baseline, is at most 5 %** (divided by the number of declared l
 that is shown is the arm's own 95 % t interval, and is called so: it may leave out zero where the corrected test finds
 nothing, and the words then say it. The exact sign-flip test stands beside both and decides nothing.
 
+The arms that a search trains at the baseline's best point too (`ARM@BASELINE`) answer a second question, whether the
+gain is one of tuning. They are a family of their own: Holm corrects them among themselves, and they take nothing from
+the first comparison, best against best, which alone makes the study's verdict.
+
 Seeds that are added after a look are either declared or forbidden. A study that declares `looks`, numbers of seeds, is
 judged at these alone, and each may spend an equal part of the 5 % (Bonferroni). Without, or elsewhere, there is no
 verdict once other seeds could have ended in one.
@@ -44,12 +48,15 @@ ROW_KEYS = (
     "non_embedding",
     "flops_per_token",
     "val_loss",
+    "split",
+    "final_loss",
     "diff",
     "diff_low",
     "diff_high",
     "p",
     "p_holm",
     "p_signflip",
+    "p_signflip_least",
     "dll_percent",
     "dppx_percent",
     "tokens_per_s",
@@ -86,7 +93,7 @@ class Comparison:
     p: float | None
     """Of the paired t test."""
     p_holm: float | None
-    """The same, corrected for all arms of the study: what the verdict rests on."""
+    """The same, corrected for all arms of its family: what the verdict rests on."""
     p_signflip: float | None
     """Of the exact sign-flip test, for up to `MOST_FLIPPED` seeds."""
     dll_percent: float | None
@@ -122,21 +129,26 @@ def undeclared_looks(results: StudyResults) -> list[tuple[int, ...]]:
 
 
 def comparisons(results: StudyResults) -> list[Comparison]:
-    """Every arm beside the baseline, compared with it, in the study's order: one family of tests.
+    """Every arm beside the baseline, compared with it, in the study's order.
 
-    An arm without a p counts as one of the family all the same; an A/A arm is none of it.
+    The study's own arms are one family of tests, those at the baseline's point another; an A/A arm is of neither. An
+    arm without a p counts as one of its family all the same.
     """
-    pairs = [_paired(results, arm, _refusal(results, arm)) for arm in results.tested]
+    families = (results.primary, [arm for arm in results.matched if not arm.seed_offset])
+    found = {pair.arm: pair for family in families for pair in _family(results, family)}
+    return [a_a(results, arm) if arm.seed_offset else found[arm.name] for arm in results.others]
+
+
+def _family(results: StudyResults, arms: Sequence[Arm]) -> list[Comparison]:
+    pairs = [_paired(results, arm, _refusal(results, arm)) for arm in arms]
     adjusted = holm([pair.p for pair in pairs])
-    judged = {
-        arm.name: _judged(results, arm, pair, p_holm, len(pairs))
-        for arm, pair, p_holm in zip(results.tested, pairs, adjusted, strict=True)
-    }
-    return [a_a(results, arm) if arm.seed_offset else judged[arm.name] for arm in results.others]
+    return [
+        _judged(results, arm, pair, p_holm, len(pairs)) for arm, pair, p_holm in zip(arms, pairs, adjusted, strict=True)
+    ]
 
 
 def compare(results: StudyResults, arm: Arm) -> Comparison:
-    """Compare `arm` with the study's baseline. The other arms matter too: all are one family of tests.
+    """Compare `arm` with the study's baseline. The other arms matter too: its family is tested together.
 
     The baseline, compared with itself, is noise and no part of the family.
     """
@@ -260,26 +272,30 @@ def _words(differences: Sequence[float], p: float | None, looks: int, arms: int)
 def summary_rows(results: StudyResults) -> list[dict[str, Any]]:
     """One dict per arm with the keys `ROW_KEYS`; None where a number is not defined.
 
-    `seeds_n` and `val_loss` are over the arm's finished seeds, the differences and gains over the seeds that it shares
-    with the baseline.
+    `seeds_n`, `val_loss` and `final_loss` are over the arm's finished seeds, the differences and gains over the seeds
+    that it shares with the baseline. `final_loss`, the differences and all that follows are on `split`; only a study
+    whose search chose on the validation split reports on another.
     """
     pairs = {pair.arm: pair for pair in comparisons(results)}
-    return [_row(arm, pairs.get(arm.name)) for arm in results.arms]
+    return [_row(results, arm, pairs.get(arm.name)) for arm in results.arms]
 
 
-def _row(arm: Arm, pair: Comparison | None) -> dict[str, Any]:
+def _row(results: StudyResults, arm: Arm, pair: Comparison | None) -> dict[str, Any]:
     values = (
         arm.name,
         len(arm.finished),
         arm.non_embedding,
         arm.flops_per_token,
         arm.val_loss,
+        results.split,
+        arm.final_loss,
         pair and pair.diff,
         pair and pair.low,
         pair and pair.high,
         pair and pair.p,
         pair and pair.p_holm,
         pair and pair.p_signflip,
+        None if pair is None or pair.p_signflip is None else smallest_sign_flip_p(pair.n),
         pair and pair.dll_percent,
         pair and pair.dppx_percent,
         arm.tokens_per_s,
@@ -293,16 +309,28 @@ def overall_verdict(results: StudyResults) -> str:
     if not results.others:
         return "There is no arm beside the baseline: nothing to compare."
     pairs = comparisons(results)
-    labels: dict[str, list[str]] = {}
-    for arm, pair in zip(results.others, pairs, strict=True):
-        labels.setdefault(pair.verdict, []).append(arm.label)
-    sentences = [f"{'; '.join(alike)}: {verdict}." for verdict, alike in labels.items()]
+    sentences = _in_sentences(results.primary, pairs)
+    if results.matched:
+        sentences += [
+            "At the baseline's best point, a family of tests of its own:",
+            *_in_sentences(results.matched, pairs),
+        ]
     return " ".join([*sentences, *scope(results, pairs)])
+
+
+def _in_sentences(arms: Sequence[Arm], pairs: Sequence[Comparison]) -> list[str]:
+    verdicts = {pair.arm: pair.verdict for pair in pairs}
+    labels: dict[str, list[str]] = {}
+    for arm in arms:
+        labels.setdefault(verdicts[arm.name], []).append(arm.label)
+    return [f"{'; '.join(alike)}: {verdict}." for verdict, alike in labels.items()]
 
 
 def scope(results: StudyResults, pairs: Sequence[Comparison]) -> list[str]:
     """What the verdicts do not cover, in sentences."""
     sentences = []
+    if results.split == "test":
+        sentences.append("Losses are on the test split; the search chose on the validation split.")
     if tokens := loss_is_on(results.baseline.setting("train.objective.kind")):
         sentences.append(f"Losses are on the {tokens} alone.")
     judged = [pair for pair in pairs if pair.outcome != "none"]
@@ -310,10 +338,11 @@ def scope(results: StudyResults, pairs: Sequence[Comparison]) -> list[str]:
         sentences.append(
             "This holds for this model size, this data and this training length; it says nothing of others."
         )
-        if (arms := len(results.tested)) > 1:
+        if (arms := len(results.primary)) > 1:
             sentences.append(
                 f"The intervals are per arm, not corrected for comparing {arms} arms with one baseline; the "
-                "verdicts are (Holm, 5 % for all of them together)."
+                "verdicts are (Holm, 5 % for all of them together"
+                f"{', and as much for those at the point of the baseline' if results.matched else ''})."
             )
         if results.looks:
             sentences.append(

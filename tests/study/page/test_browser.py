@@ -73,6 +73,7 @@ def ranges(page, name):
     )
 
 
+@pytest.mark.slow
 def test_figures_come_to_life_and_arms_can_be_hidden(opened, whole):
     page = opened(whole)
     figure = alive(page, "curves")

@@ -6,15 +6,15 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 from qurve.study.figures import colour_index, figures_of
 from qurve.study.headline import headline
+from qurve.study.page.pieces import Section, environment, text
 from qurve.study.page.plots import PLOTS
-from qurve.study.page.sections import SECTIONS, Section, environment
+from qurve.study.page.sections import SECTIONS
 from qurve.study.results import Arm, StudyResults, doubts
-from qurve.study.statistics import Comparison, compare, overall_verdict, scope
+from qurve.study.statistics import Comparison, comparisons, overall_verdict, scope
 
 
 def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
@@ -23,23 +23,24 @@ def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
 
     first, *rest = SECTIONS
     fragments = [(section.title, section.fragment(results)) for section in (first, *more, *rest)]
-    pairs = [(arm, compare(results, arm)) for arm in results.others]
+    pairs = comparisons(results)
     top = headline(results)
     colour = 0 if top is None or top.arm is None else colour_index(results, top.arm)
-    cards = [_card(results, arm, pair) for arm, pair in pairs]
+    cards = [_card(results, arm, pair) for arm, pair in zip(results.others, pairs, strict=True)]
     return (
         environment()
         .get_template("page.html")
         .render(
             results=results,
-            css=Markup(_text("page.css")),
-            scripts=[_script(source) for source in (_plotly(), _text("page.js"))],
+            css=Markup(text("page.css")),
+            scripts=[_script(source) for source in (_plotly(), text("page.js"))],
             plots={name: Markup(_json(PLOTS[name](results))) for name in figures_of(results) if name in PLOTS},
             sections=[{"title": title, "fragment": Markup(html)} for title, html in fragments if html is not None],
             verdict=overall_verdict(results),
             headline=None if top is None else {**vars(top), "colour": colour},
-            scope=scope(results, [pair for _, pair in pairs]),
-            cards=cards,
+            scope=scope(results, pairs),
+            cards=[card for card in cards if card["arm"].matched is None],
+            matched=[card for card in cards if card["arm"].matched is not None],
             doubts=doubts(results),
             progress=f"{sum(run.finished for run in results.runs)} of {len(results.runs)}",
         )
@@ -70,7 +71,3 @@ def _json(tree: Any) -> str:
     """JSON that cannot end the element it stands in."""
     text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _text(name: str) -> str:
-    return resources.files("qurve.study.page").joinpath(name).read_text(encoding="utf-8")

@@ -7,96 +7,26 @@ What another module knows as pure data becomes a section here: a function that d
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qurve.config import differences
 from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.curves import Curve, band, gains, thinned
-from qurve.study.drawing import NARROW, WIDE, svg
 from qurve.study.figures import colour_index, figures_of
+from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture, setting_in_words
+from qurve.study.page.stability import claims_section, maps_section, smoothness_section
 from qurve.study.provenance import commands, provenance, single_run
 from qurve.study.results import Arm, StudyResults
-from qurve.study.statistics import compare, summary_rows
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-    from matplotlib.figure import Figure
+from qurve.study.statistics import comparisons, summary_rows
+from qurve.study.worth import costs_table, gains_table, noise_table, savings_table
 
 PAPER_SCALE = "the paper, as printed: 124 M parameters, 60,000 steps, one seed; another scale"
+UNSAID = ("format", "peak_memory_bytes")
+"""Of a run's environment: the costs have its memory."""
 MOST_COLUMNS = 8
 """Steps in the table beside a figure of curves."""
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    fragment: Callable[[StudyResults], str | None]
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """The table that says in numbers what a figure shows."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def picture(
-    name: str,
-    draw: Callable[[float], Figure],
-    *,
-    alt: str,
-    caption: str,
-    numbers: Numbers | None = None,
-) -> str:
-    """A figure with its caption and its numbers; `draw` takes a width in inches. `name` is its id in the page."""
-    from markupsafe import Markup
-
-    sizes = {
-        size: Markup(svg(draw(width), f"{name}-{size}", themed=True))
-        for size, width in (("wide", WIDE), ("narrow", NARROW))
-    }
-    return macro("figure", name, sizes, alt, caption, numbers)
-
-
-def macro(name: str, *values: Any) -> str:
-    """The HTML that a macro of `sections.html` makes of these values."""
-    return str(getattr(environment().get_template("sections.html").module, name)(*values))
-
-
-@functools.cache
-def environment() -> Environment:
-    import jinja2
-
-    made = jinja2.Environment(
-        loader=jinja2.PackageLoader("qurve.study.page", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters.update(
-        signed=tables.signed, plain=tables.plain, rate=tables.rate, sentence=sentence, setting=setting_in_words
-    )
-    return made
-
-
-def sentence(words: str) -> str:
-    return words[:1].upper() + words[1:].replace(" %", "\u00a0%") + "."  # no line break before the sign
-
-
-def setting_in_words(value: Any) -> str:
-    if value is None:
-        return tables.NONE
-    if isinstance(value, float):
-        return tables.rate(value)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -163,11 +93,12 @@ def _numbers(title: str, curves: dict[str, Curve], cell: Callable[[float], str])
 
 
 def _summary(results: StudyResults) -> str:
-    rows = [_row(results, arm, row) for arm, row in zip(results.arms, summary_rows(results), strict=True)]
-    return macro("summary", results, rows, PAPER_SCALE)
+    lower = {pair.arm for pair in comparisons(results) if pair.outcome == "lower"}
+    rows = [_row(results, arm, row, lower) for arm, row in zip(results.arms, summary_rows(results), strict=True)]
+    return macro("summary", results, rows, PAPER_SCALE, tables.AT_BASELINE)
 
 
-def _row(results: StudyResults, arm: Arm, row: dict[str, Any]) -> dict[str, Any]:
+def _row(results: StudyResults, arm: Arm, row: dict[str, Any], lower: set[str]) -> dict[str, Any]:
     best = results.best is not None and results.best.name == arm.name
     return {
         **row,
@@ -177,28 +108,29 @@ def _row(results: StudyResults, arm: Arm, row: dict[str, Any]) -> dict[str, Any]
         "delta": tables.signed_parameters(arm, results.baseline),
         "loss": tables.loss_in_words(arm),
         "settings": [arm.setting(path) for path in ("train.weight_decay", "train.lr", "train.min_lr")],
-        "is_best": best and compare(results, arm).outcome == "lower",  # bold is a claim too
+        "is_first_matched": arm in results.matched[:1],
+        "is_best": best and arm.name in lower,  # bold is a claim too
     }
 
 
 def _runs(results: StudyResults) -> str:
     hashes = provenance(results).configurations
     table = [(arm, colour_index(results, arm), _lines(results, arm, hashes)) for arm in results.arms]
-    return macro("runs", table)
+    return macro("runs", results, table)
 
 
 def _lines(results: StudyResults, arm: Arm, hashes: dict[tuple[str, int], str]) -> list[dict[str, Any]]:
     lines = []
     for seed, run in arm.runs.items():
-        base = results.baseline.runs[seed].val_loss
+        base = results.baseline.runs[seed].final_loss
         lines.append(
             {
                 "run": run,
                 "utilisation": tables.utilisation_in_words(arm, run),
                 "start": run.val[0] if run.val else None,
                 "diff": None
-                if run.val_loss is None or base is None or arm is results.baseline
-                else run.val_loss - base,
+                if run.final_loss is None or base is None or arm is results.baseline
+                else run.final_loss - base,
                 "hash": hashes.get((arm.name, seed), "")[:12],
             }
         )
@@ -214,14 +146,38 @@ def _search(results: StudyResults) -> str:
     )
     from markupsafe import Markup
 
-    return macro("search", results, _grid(results), Markup(figure or ""))
+    return macro("search", results, _chosen(results), _grid(results), Markup(figure or ""))
+
+
+def _chosen(results: StudyResults) -> list[dict[str, Any]]:
+    """Of every arm that was searched: the point that was chosen, and what it was chosen from."""
+    if results.search is None:
+        return []
+    found = []
+    for arm in results.arms:
+        if arm.matched is None:
+            chosen = results.search.chosen.get(arm.name)
+            points = results.search.points(arm.name)
+            found.append(
+                {
+                    "arm": arm,
+                    "colour": colour_index(results, arm),
+                    "chosen": chosen,
+                    "point": [] if chosen is None else [(k, setting_in_words(v)) for k, v in chosen.point or ()],
+                    "points": len(points),
+                    "broken": sum(loss is None for loss in points.values()),
+                    "edges": [axis for axis, *_ in results.search.edges(arm.name)] if chosen is not None else [],
+                }
+            )
+    return found
 
 
 def _grid(results: StudyResults) -> dict[str, Any] | None:
     if results.search is None:
         return None
     arms = [arm for arm in results.arms if results.search.grid(arm.name)]
-    points = sorted({point for arm in arms for point in results.search.grid(arm.name)})
+    found = {point for arm in arms for point in results.search.grid(arm.name)}
+    points = sorted(found, key=lambda point: (point[0], point[1] or 0.0))
     cells = [
         [
             {
@@ -261,7 +217,7 @@ def _machine(results: StudyResults) -> list[tuple[str, list[str]]]:
     """What the runs' environments say: (key, its distinct values over the runs). Start times become a span."""
     environments = [run.environment for run in results.runs if run.environment]
     table = []
-    for key in dict.fromkeys(key for environment in environments for key in environment if key != "format"):
+    for key in dict.fromkeys(key for environment in environments for key in environment if key not in UNSAID):
         values = sorted({setting_in_words(environment[key]) for environment in environments if key in environment})
         values = [value for value in values if value]
         if key == "started" and len(values) > 1:
@@ -275,12 +231,28 @@ def _reproduce(results: StudyResults) -> str:
     return macro("reproduce", results, commands(results), singles)
 
 
+def _worth(results: StudyResults) -> str:
+    gains_, saved = gains_table(results), savings_table(results)
+    parts = [] if gains_ is None or saved is None else [in_table("worth", gains_), in_table("saved", saved)]
+    return "".join([*parts, in_table("costs", costs_table(results))])
+
+
+def _noise(results: StudyResults) -> str | None:
+    table = noise_table(results)
+    return None if table is None else in_table("noise", table)
+
+
 SECTIONS: tuple[Section, ...] = (
-    Section("Configurations and validation loss", _summary),
+    Section("Configurations and final loss", _summary),
     Section("Paired differences", _differences),
+    Section("What it is worth, and what it costs", _worth),
+    Section("How much is noise", _noise),
     Section("Learning curves", _curves),
     Section("Gain from the first step on", _gains),
-    Section("Learning-rate search", _search),
+    Section("Search", _search),
+    Section("Stability over rate and decay", maps_section),
+    Section("Published claims of stability", claims_section),
+    Section("Spikes and attention logits", smoothness_section),
     Section("Every run", _runs),
     Section("What differed between the arms", _changed),
     Section("Identical batches", lambda results: macro("batches", results)),
