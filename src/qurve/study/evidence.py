@@ -8,7 +8,6 @@ from typing import Any
 
 from qurve.config import differences
 from qurve.study.results import Arm, Run, StudyResults
-from qurve.study.stability import scale_of
 from qurve.study.statistics import overall_verdict, summary_rows
 
 FORMAT = 1
@@ -53,6 +52,8 @@ MACHINE = ("platform", "cpu", "cores", "gpu", "torch", "precision", "threads", "
 def compact_evidence(results: StudyResults) -> dict[str, Any]:
     """The same without the curves, for studies of many arms: rows, and of every arm what it changes and each seed's
     last losses (null where the run did not finish; `unfinished` says why)."""
+    from qurve.study.stability import scale_of  # which takes numpy along
+
     return {
         "format": FORMAT,
         "name": results.name,

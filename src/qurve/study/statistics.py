@@ -309,7 +309,7 @@ def overall_verdict(results: StudyResults) -> str:
     if not results.others:
         return "There is no arm beside the baseline: nothing to compare."
     pairs = comparisons(results)
-    sentences = _in_sentences(results.primary, pairs)
+    sentences = _in_sentences([*results.primary, *(arm for arm in results.others if arm.seed_offset)], pairs)
     if results.matched:
         sentences += [
             "At the baseline's best point, a family of tests of its own:",
