@@ -15,12 +15,6 @@ from qurve.study import drawing, tables
 from qurve.study.against import against
 from qurve.study.evidence import evidence_json
 from qurve.study.figures import figures_of
-from qurve.study.ladder_results import FILE as LADDER
-from qurve.study.ladder_results import load_ladder
-from qurve.study.markdown import markdown
-from qurve.study.page.build import page
-from qurve.study.page.ladder import ladder_page
-from qurve.study.page.sections import against_section
 from qurve.study.results import load
 
 
@@ -31,6 +25,14 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
     With the folder of an `other` study the arms that both have are compared too. Raises `BadInput` when a folder is not
     a study's, or when no arm of the two can be compared. Each file is written whole, then renamed over the old one.
     """
+    # the effects' mathematics brings numpy along, which nobody needs before a report is written
+    from qurve.study.ladder_results import FILE as LADDER
+    from qurve.study.ladder_results import load_ladder
+    from qurve.study.markdown import markdown
+    from qurve.study.page.build import page
+    from qurve.study.page.ladder import ladder_page
+    from qurve.study.page.sections import against_section
+
     folder = Path(folder)
     if (folder / LADDER).is_file() and other is None:
         return _written(folder, {"report.html": ladder_page(load_ladder(folder)).encode()})
