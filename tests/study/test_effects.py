@@ -164,7 +164,7 @@ def test_what_is_saved_is_in_each_unit_the_same_share(tmp_path: Path) -> None:
 
 def test_nothing_is_saved_by_an_arm_of_which_a_seed_never_gets_there(tmp_path: Path) -> None:
     found = of(study(tmp_path, baseline=[2.0, 2.9, 2.9], new=[2.1, 2.8, 2.8]), "new")
-    assert found.saved == Unknown("seed 1 never reaches the baseline's final loss")
+    assert found.saved == Unknown("seed 1 never reaches the baseline's last validation loss")
 
 
 # ------------------------------------------------------------------------------------------------------------ in bytes
