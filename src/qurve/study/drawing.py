@@ -210,8 +210,8 @@ def scatter_fit(
     if log_x:
         from matplotlib.ticker import NullLocator
 
-        at = sorted({x for group in groups for x, _ in group.points})
-        axes.set_xticks(at, [_amount(x) for x in at])  # what was measured; a power of ten would be written as TeX
+        ticks = sorted({x for group in groups for x, _ in group.points})
+        axes.set_xticks(ticks, [_amount(x) for x in ticks])  # what was measured; a power of ten would be written as TeX
         axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(x_axis)
     axes.set_ylabel(y_axis)

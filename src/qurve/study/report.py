@@ -25,7 +25,7 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
     With the folder of an `other` study the arms that both have are compared too. Raises `BadInput` when a folder is not
     a study's, or when no arm of the two can be compared. Each file is written whole, then renamed over the old one.
     """
-    # With them come fits, and numpy.
+    # the effects' mathematics brings numpy along, which nobody needs before a report is written
     from qurve.study.ladder_results import FILE as LADDER
     from qurve.study.ladder_results import load_ladder
     from qurve.study.markdown import markdown
