@@ -114,7 +114,8 @@ def test_a_process_that_dies_ends_the_job(end: str, tmp_path: Path) -> None:
     )
     assert job.returncode == 1
     assert ("exitcode  : -9" if end == "killed" else "Diverged: the data ended") in job.stderr
-    assert "onnection" in job.stderr  # what the other process saw: closed, or reset
+    # The other process saw the connection close, or was told to end before it could say so.
+    assert "onnection" in job.stderr or "closing signal SIGTERM" in job.stderr
 
 
 ENDING = """
