@@ -16,7 +16,7 @@ from qurve.config import apply_settings
 from qurve.data.corpus import embedded_corpus
 from qurve.data.loader import TokenData
 from qurve.data.prepare import prepare
-from qurve.errors import Stopped
+from qurve.errors import BadInput, QurveError, Stopped
 from qurve.files import check_manifest, sha256_of
 from qurve.model.config import ModelConfig
 from qurve.projections import Bottleneck
@@ -117,6 +117,17 @@ def snapshot(folder: Path) -> dict[str, bytes | str]:
         for path in sorted(folder.rglob("*"))
         if path.is_symlink() or path.is_file()
     } | {f"{path.relative_to(folder)}/": "" for path in folder.rglob("*") if path.is_dir() and not path.is_symlink()}
+
+
+def refuse(
+    run: RunFolder, data: TokenData, message: str, *settings: str, kind: type[QurveError] = BadInput, **how: Any
+) -> None:
+    """Expect a refusal that says `message`, and not a byte of the folder changed."""
+    before = snapshot(run.path)
+    with pytest.raises(kind, match=message) as refusal:
+        train(smallest(*settings), run.path, data, **{"resume": "auto", **how})
+    assert refusal.type is kind
+    assert snapshot(run.path) == before
 
 
 # --------------------------------------------------------------------------------------------------------- interrupting

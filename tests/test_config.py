@@ -168,6 +168,7 @@ NOT_HASHED = {
     "train.activation_checkpointing",
     "train.trackers",
     "train.log_every",
+    "eval.attention_logits",
 }
 """Where and how a run is stored, logged, checkpointed or stopped. (The data itself counts by its fingerprint.)"""
 

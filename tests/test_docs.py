@@ -23,7 +23,7 @@ def test_the_guides_numbers_are_the_evidences() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize("tool", ["zoo", "performance"])
+@pytest.mark.parametrize("tool", ["zoo", "performance", "results"])
 def test_a_generated_page_is_its_evidences(tool: str) -> None:
     checked = subprocess.run([sys.executable, f"tools/{tool}.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
@@ -52,10 +52,11 @@ def test_every_piece_of_evidence_is_explained() -> None:
     assert [file.name for file in (ROOT / "results").glob("*.json") if f"results/{file.name}" not in said] == []
 
 
-def test_the_guides_own_study_works(tmp_path: Path) -> None:
+def test_the_guides_own_studies_work(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
-    code = re.search(r"((?:    .*\n|\n)*    STUDY = (?:.*\n)(?:    .*\n|\n)*)", text)
-    assert code is not None
-    file = tmp_path / "my_study.py"
-    file.write_text("\n".join(line[4:] for line in code[1].splitlines()))
-    assert isinstance(runpy.run_path(str(file))["STUDY"], Study)
+    codes = re.findall(r"((?:    .*\n|\n)*    STUDY = (?:.*\n)(?:    .*\n|\n)*)", text)
+    assert len(codes) == 2
+    for code in codes:
+        file = tmp_path / "my_study.py"
+        file.write_text("\n".join(line[4:] for line in code.splitlines()))
+        assert isinstance(runpy.run_path(str(file))["STUDY"], Study)

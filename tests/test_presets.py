@@ -70,6 +70,7 @@ def test_names() -> None:
         *(f"small/{arm}" for arm in SMALL),
         *modern,
         "modern/qwen3-mlp",
+        *(f"scale/{size}/{arm}" for size in ("350m", "760m", "1.3b") for arm in SMALL),
         "smoke",
     }
     assert set(NAMES) == named
@@ -218,7 +219,7 @@ def test_small_rates_are_the_best_of_the_committed_search(arm: str) -> None:
     losses: dict[tuple[float, float], list[float | None]] = {}
     for score in presets.small_search()["scores"]:
         if score["arm"] == arm:
-            point = (score["train.lr"], score["train.min_lr"])
+            point = tuple(score["point"].values())
             losses.setdefault(point, []).append(score["val_loss"] if score["status"] == "finished" else None)
     means = {point: sum(found) / len(found) for point, found in losses.items() if None not in found}
     best = min(means, key=means.__getitem__)
@@ -231,8 +232,7 @@ def test_small_search_was_equal() -> None:
     """Each arm had the same grid, each point the same seeds, and the steps that the presets train."""
     search = presets.small_search()
     tried = {
-        arm: sorted((s["train.lr"], s["train.min_lr"], s["seed"]) for s in search["scores"] if s["arm"] == arm)
-        for arm in SMALL
+        arm: sorted((*s["point"].values(), s["seed"]) for s in search["scores"] if s["arm"] == arm) for arm in SMALL
     }
     assert tried["baseline"] == tried["mlp-4.75"] == tried["res-gelu"]
     points = {(lr, floor) for lr, floor, _ in tried["baseline"]}

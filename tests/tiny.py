@@ -34,6 +34,7 @@ TINY = RunConfig(
     ),
     EvalConfig(every=2, windows=6),
 )
+PAPER_ORDER = ("data.order=paper", "data.order_seed=42")
 
 
 def tiny(*settings: str) -> RunConfig:

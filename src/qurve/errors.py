@@ -31,6 +31,10 @@ class Damaged(BadInput):
     """A file that is not what was written: cut short, changed, or gone."""
 
 
+class Busy(BadInput):
+    """A folder that another process is working on."""
+
+
 class Diverged(QurveError):
     """The loss or a gradient stopped being finite, or the loss stayed above its bound."""
 

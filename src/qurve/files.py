@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from qurve.errors import BadInput, Damaged
+from qurve.errors import BadInput, Busy, Damaged
 
 LOCK = ".lock"
 
@@ -56,7 +56,7 @@ def sha256_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Keep other processes from working on `folder`, which must be there. `BadInput` names who does already.
+    """Keep other processes from working on `folder`, which must be there. `Busy` names who does already.
 
     The lock is the kernel's, on the file `.lock`: it ends with its process however that dies, so a file that a dead one
     left is no lock. The file holds who has it, for the message alone.
@@ -85,7 +85,7 @@ def _lock(path: Path) -> int:
             os.close(handle)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise BadInput(f"{path.parent}: its file system gives no locks ({error.strerror})") from None
-            raise BadInput(
+            raise Busy(
                 f"another process is working on {path.parent} ({_named(who)}); wait for it, or give another --out"
             ) from None
         if os.fstat(handle).st_nlink:

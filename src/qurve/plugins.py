@@ -15,6 +15,9 @@ from qurve.errors import BadInput
 
 VARIABLE = "QURVE_PLUGINS"
 
+_named: set[str] = set()
+"""Folders that are on the path for what was loaded from them."""
+
 
 def load_plugins() -> None:
     """Import the files that `QURVE_PLUGINS` lists. Raises `BadInput` for one that cannot be."""
@@ -23,7 +26,10 @@ def load_plugins() -> None:
 
 
 def load(file: Path) -> None:
-    """Import a file as the module that it is for the files beside it, once."""
+    """Import a file as the module that it is for the files beside it, once.
+
+    Of files of one name in several folders it is this one that is imported; there can be but one in a process.
+    """
     if file.suffix != ".py" or not file.is_file():
         raise BadInput(f"{VARIABLE}: there is no Python file {file}")
     make_importable(file.parent)
@@ -39,7 +45,14 @@ def load(file: Path) -> None:
 def make_importable(folder: Path) -> None:
     """Let the files of a folder be imported by their names: here, and in worker processes, which inherit the path.
 
-    At the end of the path, so that they stand in nobody's way.
+    At the end of the path, so that they stand in nobody's way; before folders that were named earlier, so that of two
+    files of one name the one beside what is loaded now is found.
     """
-    if (name := os.path.abspath(folder)) not in sys.path:
-        sys.path.append(name)
+    name = os.path.abspath(folder)
+    if name in _named:
+        sys.path[:] = [entry for entry in sys.path if entry != name]
+    elif name in sys.path:  # it was there before us, and keeps its place
+        return
+    _named.add(name)
+    place = next((place for place, entry in enumerate(sys.path) if entry in _named), len(sys.path))
+    sys.path.insert(place, name)

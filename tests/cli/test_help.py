@@ -58,14 +58,17 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
         ),
         ("prepare", "--out --tokenizer --split --workers --json"),
         ("report", "--json"),
-        ("study", "FOLDER status --json"),
+        ("study", "status plan ladder"),
+        ("study status", "FOLDER --json"),
+        ("study plan", "STUDY --effect --from --json"),
+        ("study ladder", "LADDER --data --out --workers --json"),
         ("watch", "RUN|STUDY"),
         ("presets", "--json"),
         ("plan", "--steps --device --set --json"),
     ],
 )
 def test_help_of_a_command_names_its_flags(command: str, flags: str) -> None:
-    told = call(command, "--help")
+    told = call(*command.split(), "--help")
     assert told.code == 0
     assert [flag for flag in flags.split() if flag not in told.out] == []
 
@@ -86,6 +89,9 @@ def test_module_and_version() -> None:
         ("plan paper/res-gelu", "no preset 'paper/res-gelu'; did you mean 'paper/res-gelu-best'?"),
         ("compare smal --out NEW", "no study 'smal'; did you mean 'small'?"),
         ("compare missing.py --out NEW", "there is no file missing.py"),
+        ("study ladder smal --out NEW", "no ladder 'smal'; did you mean 'small'?"),
+        ("study ladder missing.py --out NEW", "there is no file missing.py"),
+        ("study ladder small --out NEW --workers 0", "--workers 0: it must be at least 1"),
         ("compare small --out NEW --seeds 0", "--seeds 0: it must be at least 1"),
         ("compare small --out NEW --workers 0", "--workers 0: it must be at least 1"),
         ("compare small --out NEW --set train.lrr=1", "there is no field 'lrr'; did you mean 'lr'?"),

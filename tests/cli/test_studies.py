@@ -36,8 +36,8 @@ STUDY = Study("broken", "Broken", arms, seeds=(1,))
 """
 )
 ROW_KEYS = (
-    "arm seeds_n non_embedding flops_per_token val_loss diff diff_low diff_high dll_percent dppx_percent tokens_per_s "
-    "verdict"
+    "arm seeds_n non_embedding flops_per_token val_loss split final_loss diff diff_low diff_high p p_holm p_signflip "
+    "p_signflip_least dll_percent dppx_percent tokens_per_s verdict"
 )
 
 
@@ -194,6 +194,15 @@ def test_report_is_written_anew_from_the_runs(study: Path, compared: tuple[Path,
     assert (study / "report" / "report.html").exists()
 
 
+def test_report_sets_another_study_beside(study: Path, tmp_path: Path) -> None:
+    done = call("report", study, "--against", study, "--json")
+    assert done.code == 0, done.err
+    assert (study / "report" / "report.md").read_text().count("the same loss (3 seeds)") == 2
+    refused = call("report", study, "--against", tmp_path)
+    assert refused.code == 2
+    assert "is not a study folder" in refused.err
+
+
 def test_a_grid_is_compared_point_by_point(data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
     small = ["--set", "train.tokens_per_step=128", "--set", "train.precision=float32", "--set", "eval.windows=4"]
@@ -242,6 +251,54 @@ def test_status_of_a_study_names_every_run_and_touches_nothing(study: Path) -> N
     told = words(call("study", "status", study).out)
     assert "4 finished, 1 failed, 1 waiting" in told
     assert snapshot(study) == before
+
+
+def test_a_study_is_planned_from_what_another_found(study_file: Path, study: Path, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    done = call("study", "plan", study_file, "--from", study, "--effect", "5%", "--json")
+    assert done.code == 0, done.err
+    plan = done.json
+    assert (plan["runs"], plan["seeds"], plan["other_settings"]) == (6, 3, [])
+    assert plan["seeds_needed"] >= 3
+    assert plan["hours"] > 0
+    evidence = study / "report" / "evidence.json"
+    kept = call("study", "plan", study_file, "--from", evidence, "--effect", "5%", "--json").json
+    assert {**kept, "source": ""} == {**plan, "source": ""}
+    told = words(call("study", "plan", study_file, "--from", study, "--effect", "5%").out)
+    assert f"you need n = {plan['seeds_needed']:,} seeds" in told
+    assert "No noise figure is known" in words(call("study", "plan", study_file).out)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_plan_counts_what_a_pool_holds(
+    study_file: Path, data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
+    pool, out = tmp_path / "pool", tmp_path / "study"
+    made = call("compare", study_file, "--data", data_folder, "--out", out, "--pool", pool, "--seeds", 2)
+    assert made.code == 0, made.err
+    before = snapshot(tmp_path)
+    options = ("study", "plan", study_file, "--pool", pool, "--data", data_folder)
+    plan = call(*options, "--json").json
+    assert (plan["made"], plan["runs"], [arm["made"] for arm in plan["arms"]]) == (4, 6, [2, 2])
+    assert "4 of 6 runs are in the pool, 2 are left" in words(call(*options).out)
+    assert call(*options, "--set", "train.lr=0.02", "--json").json["made"] == 0
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("small", "--data", "there"), "--data tells one run from another in a pool: it belongs to --pool"),
+        (("smal",), "no study 'smal'; did you mean 'small'?"),
+        (("small", "--effect", "0.2"), "in per cent of the baseline's loss"),
+        (("small", "--from", "missing"), "missing is not there"),
+    ],
+)
+def test_a_plan_without_sense_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    refused = call("study", "plan", *arguments)
+    assert (refused.code, refused.out) == (2, "")
+    assert said in words(refused.err)
 
 
 @pytest.mark.parametrize("command", [("study", "status"), ("watch",)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -135,6 +136,31 @@ def test_a_file_that_cannot_be_imported_is_named(
     monkeypatch.setenv(VARIABLE, str(folder / name))
     with pytest.raises(BadInput, match=message):
         from_json(ModelConfig, '{"format": 1, "query": {"kind": "gated_query"}}')
+
+
+def test_of_two_files_of_one_name_the_one_that_is_given_is_imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = '{"format": 1, "d_model": 12, "n_heads": 2, "query": {"kind": "gated_query"}}'
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "gated_query.py").write_text("raise RuntimeError('the wrong one')")
+    (elsewhere / "study.py").write_text("STUDY = 1")
+    for file in (elsewhere / "study.py", folder / "my_study.py", elsewhere / "study.py"):  # both are on the path now
+        with contextlib.suppress(BadInput):
+            load_study(str(file))
+    wrong, right = elsewhere / "gated_query.py", folder / "gated_query.py"
+    registered = dict(ProjectionConfig.registry)
+    del sys.modules["gated_query"], ProjectionConfig.registry["gated_query"]
+    assert registered.keys() - ProjectionConfig.registry.keys() == {"gated_query"}
+    monkeypatch.setenv(VARIABLE, str(right))
+    config = from_json(ModelConfig, tree)
+    assert sys.modules[type(config.query).__module__].__file__ == str(right)
+
+    del ProjectionConfig.registry["gated_query"]
+    monkeypatch.setenv(VARIABLE, str(wrong))  # the name is taken
+    with pytest.raises(BadInput, match=r"elsewhere/gated_query\.py has the name of another module .*; rename it"):
+        from_json(ModelConfig, tree)
 
 
 def test_a_kind_that_a_study_file_defines_itself_is_refused(folder: Path) -> None:

@@ -89,9 +89,13 @@ def write_study(
     fates: dict[tuple[str, int], str] | None = None,
     search: bool = True,
     finals: dict[tuple[str, int], float] | None = None,
+    steps: int = STEPS,
+    every: int = 20,
 ) -> Path:
     """A whole study; `fates[arm, seed]` makes a run `missing`, `running`, `failed`, `stopped` or `diverged`, or gives
-    it batches of its own (`other-batches`); `finals[arm, seed]` sets the last validation loss.
+    it batches of its own (`other-batches`); `finals[arm, seed]` sets the last validation loss;
+    there is an evaluation `every` so many steps. An arm whose configuration evaluates the test split has its loss there
+    a hundredth above, or at the end as its `test` says, seed by seed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     described = [
@@ -99,7 +103,7 @@ def write_study(
             "total": a["non_embedding"] + 278_528,
             "flops_per_token": 6.0 * a["non_embedding"],
             "paper": None,
-            **{key: value for key, value in a.items() if key != "gain"},
+            **{key: value for key, value in a.items() if key not in ("gain", "test")},
         }
         for a in arms
     ]
@@ -118,11 +122,19 @@ def write_study(
         for seed in seeds:
             fate = (fates or {}).get((a["name"], seed), "finished")
             if fate != "missing":
-                _write_run(folder / "runs" / a["name"] / f"seed-{seed}", a, seed, fate, finals or {})
+                _write_run(folder / "runs" / a["name"] / f"seed-{seed}", a, seed, fate, finals or {}, steps, every)
     return folder
 
 
-def _write_run(path: Path, a: dict[str, Any], seed: int, fate: str, finals: dict[tuple[str, int], float]) -> None:
+def _write_run(
+    path: Path,
+    a: dict[str, Any],
+    seed: int,
+    fate: str,
+    finals: dict[tuple[str, int], float],
+    steps: int,
+    every: int,
+) -> None:
     run = RunFolder(path)
     environment = {
         "python": "3.11.9",
@@ -143,13 +155,16 @@ def _write_run(path: Path, a: dict[str, Any], seed: int, fate: str, finals: dict
     shift = random.Random(seed).gauss(0, 0.02)  # shared by the arms of a seed, as their batches are
     own = noise.gauss(0, 0.004)
     lines: list[dict[str, Any]] = []
-    last = STEPS if fate in ("finished", "other-batches") else 140
+    last = steps if fate in ("finished", "other-batches") else 140
     for step in range(last + 1):
-        ideal = 3.4 + shift + own + 4.2 * math.exp(-step / 60) + 0.6 * (1 - step / STEPS)
-        ideal -= a["gain"] * min(1, 2 * step / STEPS)
-        if step % 20 == 0:
-            loss = finals.get((a["name"], seed), ideal) if step == STEPS else ideal
+        ideal = 3.4 + shift + own + 4.2 * math.exp(-step / 60) + 0.6 * (1 - step / steps)
+        ideal -= a["gain"] * min(1, 2 * step / steps)
+        if step % every == 0:
+            loss = finals.get((a["name"], seed), ideal) if step == steps else ideal
             lines.append({"step": step, "split": "val", "loss": loss, "tokens": 65_536})
+            if "test" in a["config"]["eval"].get("splits", ()):
+                last_loss = dict(a.get("test", ())).get(seed, loss + 0.01)
+                lines.append({**lines[-1], "split": "test", "loss": last_loss if step == steps else loss + 0.01})
         if step > 0:
             data = f"{seed}/{step}" + (a["name"] if fate == "other-batches" and step >= 7 else "")
             line = {"step": step, "loss": ideal + noise.gauss(0, 0.05), "lr": 1e-3, "grad_norm": 1.0}
@@ -163,7 +178,7 @@ def _write_run(path: Path, a: dict[str, Any], seed: int, fate: str, finals: dict
 
 def _search(arms: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     scores, chosen = [], {}
-    for a in arms:
+    for a in (a for a in arms if a.get("matched") is None):
         best = a["config"]["train"]["lr"]
         for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2):
             for floor in (0.02, 0.1):
@@ -174,9 +189,30 @@ def _search(arms: tuple[dict[str, Any], ...]) -> dict[str, Any]:
                 broken = lr > 1e-2 and best < 3e-3
                 status = "diverged" if broken else "finished"
                 scores.append(
-                    {"arm": a["name"], **point, "seed": 0, "val_loss": None if broken else loss, "status": status}
+                    {"arm": a["name"], "point": point, "seed": 0, "val_loss": None if broken else loss}
+                    | {"steps": 400, "status": status}
                 )
                 if lr == best and math.isclose(lr * floor, a["config"]["train"]["min_lr"]):
-                    chosen[a["name"]] = {**point, "val_loss": loss}
-        chosen.setdefault(a["name"], {"train.lr": best, "train.min_lr": best * 0.1, "val_loss": 5.2})
-    return {"evidence": "results/search.json", "seeds": [0], "steps": 400, "chosen": chosen, "scores": scores}
+                    chosen[a["name"]] = {"point": point, "val_loss": loss}
+        point = {"train.lr": best, "train.min_lr": best * 0.1}
+        chosen.setdefault(a["name"], {"point": point, "val_loss": 5.2})
+    facts = {"evidence": "results/search.json", "axes": ["train.lr"], "seeds": [0], "steps": 400}
+    return {**facts, "chosen": chosen, "scores": scores}
+
+
+def searched(*arms: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The same arms evaluated on `test` as well, and each but the first at the first one's point too."""
+    own = [{**a, "config": {**a["config"], "eval": {**a["config"]["eval"], "splits": ["val", "test"]}}} for a in arms]
+    rates = {key: own[0]["config"]["train"][key] for key in ("lr", "min_lr", "weight_decay")}
+    matched = [
+        {
+            **a,
+            "name": f"{a['name']}@{own[0]['name']}",
+            "label": f"{a['label']}, settings of {own[0]['label']}",
+            "matched": a["name"],
+            "config": {**a["config"], "train": {**a["config"]["train"], **rates}},
+            "test": {},
+        }
+        for a in own[1:]
+    ]
+    return (*own, *matched)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,48 @@ def test_a_run_is_its_arm_with_its_seed() -> None:
     assert differences(one.arms[0].config, one.run_config(one.arms[0], 7)) == {"train.seed": (1, 7)}
 
 
+def test_an_a_a_arm_has_the_batches_of_the_seed_and_weights_of_another() -> None:
+    twin = Arm("a-a", "A/A", tiny(), seed_offset=1000)
+    one = Study("tiny", "A tiny study", (Arm("baseline", "Baseline", tiny()), twin))
+    found = differences(tiny(), one.run_config(twin, 2))
+    assert found == {"train.seed": (1, 1002), "data.order_seed": (None, 2)}
+    fixed = one.change(["data.order_seed=42"])  # as the paper's: the order is the same for every seed
+    assert fixed.run_config(fixed.arms[1], 2).data.order_seed == 42
+    assert [arm["seed_offset"] for arm in json.loads(one.to_json(""))["arms"]] == [0, 1000]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": tiny("train.lr=0.02")}, "give it the configuration of the baseline, baseline"),
+        ({"name": "baseline"}, "give it the configuration of the baseline, baseline, and leave that one without"),
+        ({"seed_offset": 2}, "weights of seed 3, which is one of the study's; take a larger one"),
+    ],
+)
+def test_an_a_a_arm_is_the_baseline_from_weights_that_no_other_run_has(change: dict[str, Any], message: str) -> None:
+    twin = dataclasses.replace(Arm("a-a", "A/A", tiny(), seed_offset=1000), **change)
+    others = () if twin.name == "baseline" else (Arm("baseline", "Baseline", tiny()),)
+    with pytest.raises(BadInput, match=message):
+        Study("tiny", "A tiny study", (*others, twin))
+    with pytest.raises(BadInput, match="a seed is at least 0"):
+        Arm("a-a", "A/A", tiny(), seed_offset=-1)
+
+
+@pytest.mark.parametrize("looks", [(2, 4), (5, 3), (3, 3), (0,)])
+def test_looks_are_ascending_numbers_of_seeds_that_can_end_in_a_verdict(looks: tuple[int, ...]) -> None:
+    with pytest.raises(BadInput, match="looks are ascending numbers of seeds, each at least 3"):
+        dataclasses.replace(study("baseline"), looks=looks)
+
+
+def test_a_study_has_a_number_of_seeds_at_which_a_look_is_declared_or_too_few_for_one() -> None:
+    one = dataclasses.replace(study("baseline"), looks=(3, 5))
+    assert json.loads(one.to_json(""))["looks"] == [3, 5]
+    for n in (1, 2, 3, 5):
+        assert len(dataclasses.replace(one, seeds=tuple(range(n))).seeds) == n
+    with pytest.raises(BadInput, match="looks are declared at 3, 5 seeds, so there would be no verdict with 4"):
+        dataclasses.replace(one, seeds=(1, 2, 3, 4))
+
+
 def test_study_json_holds_what_a_report_needs() -> None:
     one = study("baseline", "other")
     tree = json.loads(one.to_json("qurve compare tiny.py"))
@@ -104,13 +147,11 @@ def test_small_study_is_the_papers_three_architectures_at_their_searched_rates()
     assert [arm.name for arm in small.arms] == ["baseline", "mlp-4.75", "res-gelu"]
     assert small.baseline == "baseline"
     assert len(small.seeds) >= 3
-    assert small.search is not None
+    assert isinstance(small.search, dict)
     for arm in small.arms:
-        chosen = small.search["chosen"][arm.name]
-        assert (arm.config.train.lr, arm.config.train.min_lr) == (chosen["train.lr"], chosen["train.min_lr"])
-        assert (arm.config.train.lr, arm.config.train.min_lr) in {
-            (score["train.lr"], score["train.min_lr"]) for score in small.search["scores"] if score["arm"] == arm.name
-        }
+        own = {"train.lr": arm.config.train.lr, "train.min_lr": arm.config.train.min_lr}
+        assert own == small.search["chosen"][arm.name]["point"]
+        assert own in [score["point"] for score in small.search["scores"] if score["arm"] == arm.name]
 
 
 def test_arms_of_the_small_study_differ_in_architecture_and_rate_alone() -> None:

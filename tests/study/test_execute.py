@@ -5,32 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qurve.config import content_hash
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
 from qurve.files import LOCK, claimed, sha256_of
 from qurve.runfolder import RunFolder
-from qurve.study import execute, jobs, local
+from qurve.study import execute, local
 from qurve.study.definition import Arm, Study
 from qurve.study.execute import run_study
-from qurve.study.jobs import Job, Outcome, run_path
-from qurve.study.local import LocalWorkers, next_job
+from qurve.study.jobs import Job, run_path
 from qurve.study.results import doubts, load
 from qurve.train import runtime
 from tiny import InProcess, tiny
@@ -43,15 +35,6 @@ def make_study(*settings: str, seeds: tuple[int, ...] = (1, 2)) -> Study:
         Arm("res-gelu", "Res. GELU", tiny("model.query=bottleneck", *settings)),
     )
     return Study("tiny", "A tiny study", arms, seeds)
-
-
-def jobs_of(arms: dict[str, int]) -> list[Job]:
-    config = tiny()
-    return [
-        Job(Arm(name, name, config), seed, config, Path(name) / str(seed))
-        for name, n in arms.items()
-        for seed in range(n)
-    ]
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -69,7 +52,7 @@ class Executed:
         self.jobs: list[Job] = []
         self.devices: list[str] = []
 
-    def __call__(self, jobs: list[Job], workers: Any, data: str, retries: int, say: Any) -> dict[str, str]:
+    def __call__(self, jobs: list[Job], workers: Any, data: str, retries: int, say: Any, later: int) -> dict[str, str]:
         self.jobs, self.devices = jobs, workers.devices
         return {}
 
@@ -90,62 +73,6 @@ def run(study: Study, folder: Path, data: TokenData, **more: Any) -> tuple[dict[
     said: list[str] = []
     failed = run_study(study, folder, data, command="qurve compare", say=said.append, **more)
     return failed, said
-
-
-# ----------------------------------------------------------------------------------------------------- which job next
-
-
-def handed_out(jobs: list[Job], n_workers: int, ends: Iterator[int]) -> list[tuple[int, Job]]:
-    """Play the executor: `ends` says, bit by bit, which of the busy workers are done next."""
-    waiting, busy, last, order = list(jobs), {}, {}, []
-    while waiting or busy:
-        for worker in range(n_workers):
-            if waiting and worker not in busy:
-                job = next_job(waiting, last.get(worker), [j.arm.name for j in busy.values()])
-                waiting.remove(job)
-                busy[worker], last[worker] = job, job.arm.name
-                order.append((worker, job))
-        done = next(ends)
-        for bit, worker in enumerate(sorted(busy)):
-            if done >> bit & 1:
-                busy.pop(worker)
-    return order
-
-
-@given(
-    arms=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 4), min_size=1),
-    n_workers=st.integers(1, 7),
-    ends=st.lists(st.integers(0, 127).map(lambda bits: bits | 1), min_size=30, max_size=30),
-)
-def test_every_job_is_handed_out_once_and_a_worker_leaves_an_arm_only_when_none_is_left(
-    arms: dict[str, int], n_workers: int, ends: list[int]
-) -> None:
-    jobs = jobs_of(arms)
-    order = handed_out(jobs, n_workers, iter(ends))
-    assert sorted(job.name for _, job in order) == sorted(job.name for job in jobs)
-    own: dict[int, str] = {}
-    for place, (worker, job) in enumerate(order):
-        if own.get(worker, job.arm.name) != job.arm.name:
-            assert own[worker] not in {later.arm.name for _, later in order[place:]}
-        own[worker] = job.arm.name
-
-
-def test_a_workers_own_arm_comes_before_one_that_nobody_is_at() -> None:
-    waiting = jobs_of({"a": 1, "b": 1})
-    assert next_job(waiting, "b", []).arm.name == "b"
-    assert next_job(waiting, "b", ["b"]).arm.name == "b"
-    assert next_job(waiting, "c", ["a"]).arm.name == "b"
-    assert next_job(waiting, None, ["a", "b"]).arm.name == "a"
-
-
-def test_workers_spread_over_the_arms() -> None:
-    order = handed_out(jobs_of({"a": 3, "b": 3, "c": 3}), 3, iter([1] * 9))
-    assert [job.arm.name for _, job in order[:3]] == ["a", "b", "c"]
-
-
-def test_one_worker_takes_an_arms_seeds_in_succession() -> None:
-    order = handed_out(jobs_of({"a": 2, "b": 2}), 1, iter([1] * 4))
-    assert [job.name for _, job in order] == ["a, seed 0", "a, seed 1", "b, seed 0", "b, seed 1"]
 
 
 # ------------------------------------------------------------------------------------------------------ what is planned
@@ -322,152 +249,6 @@ def test_a_diverging_run_is_told_and_stops_no_other(in_process: None, data: Toke
     assert statuses == {"baseline": "finished", "wild": "diverged", "res-gelu": "finished"}
 
 
-class Scripted:
-    """A worker whose runs end as they are told to, in order: each job has its list of outcomes."""
-
-    at_a_time = 1
-
-    def __init__(self, **outcomes: list[str]) -> None:
-        self.outcomes = outcomes
-        self.started: list[str] = []
-        self.running: list[Job] = []
-        self.stopped = 0
-
-    def start(self, waiting: list[Job], data_folder: str) -> None:
-        if waiting and not self.running:
-            self.running.append(waiting.pop(0))
-            self.started.append(self.running[0].arm.name)
-
-    def ended(self, seconds: float) -> list[tuple[Job, Outcome]]:
-        kind = self.outcomes[self.running[0].arm.name].pop(0)
-        if kind == "interrupt":
-            raise KeyboardInterrupt
-        return [(self.running.pop(0), Outcome(kind, f"it {kind}"))]  # type: ignore[arg-type]
-
-    def stop(self) -> None:
-        self.stopped += 1
-
-
-def execute_scripted(workers: Scripted, retries: int, tmp_path: Path) -> tuple[dict[str, str], list[str]]:
-    said: list[str] = []
-    config = tiny()
-    todo = [Job(Arm(name, name, config), 1, config, tmp_path / name) for name in workers.outcomes]
-    return execute._execute(todo, workers, "", retries, said.append), said  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "retries", "tries", "fails"),
-    [
-        (["failed", "made"], 1, 2, False),
-        (["failed", "failed"], 1, 2, True),
-        (["died", "made"], 1, 2, False),
-        (["died", "failed", "made"], 1, 3, False),
-        (["failed"], 0, 1, True),
-        (["died"], 0, 1, True),
-        (["failed"] * 3 + ["made"], 3, 4, False),
-        (["lost"] * execute.MACHINES_LOST + ["made"], 0, execute.MACHINES_LOST + 1, False),
-        (["lost"] * (execute.MACHINES_LOST + 1), 0, execute.MACHINES_LOST + 1, True),
-        (["stopped"], 5, 1, True),
-        (["made"], 5, 1, False),
-    ],
-)
-def test_a_broken_run_is_tried_again_so_often_and_stops_no_other(
-    outcomes: list[str], retries: int, tries: int, fails: bool, tmp_path: Path
-) -> None:
-    workers = Scripted(a=list(outcomes), b=["made"])
-    failed, said = execute_scripted(workers, retries, tmp_path)
-    assert workers.started.count("a") == tries
-    assert workers.started.count("b") == 1
-    assert failed == ({"a, seed 1": f"it {outcomes[-1]}"} if fails else {})
-    assert len([text for text in said if "it will be continued from its last checkpoint" in text]) == tries - 1
-    assert [text for text in said if text.startswith(("[1/2]", "[2/2]"))][-1].startswith("[2/2]")
-
-
-def test_a_run_whose_process_died_is_no_longer_called_running(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "a").create("{}", "", {})
-    execute_scripted(Scripted(a=["died"]), 0, tmp_path)
-    state = RunFolder(tmp_path / "a").status()
-    assert (state["status"], state["why"]) == ("failed", "it died")
-
-
-def test_an_interruption_stops_the_workers_and_leaves_no_run_running(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "b").create("{}", "", {})
-    workers = Scripted(a=["made"], b=["interrupt"], c=["made"])
-    with pytest.raises(KeyboardInterrupt):
-        execute_scripted(workers, 1, tmp_path)
-    assert workers.stopped == 1
-    assert workers.started == ["a", "b"]
-    assert RunFolder(tmp_path / "b").status()["status"] == "stopped"
-
-
-DAMAGES = [
-    ("status.json", b""),
-    ("status.json", b"{}"),
-    ("status.json", b"[1]"),
-    ("status.json", b"[" * 100_000),
-    ("status.json", None),
-    ("metrics.jsonl", b"{\n"),
-    ("metrics.jsonl", b"[1]\n"),
-    ("metrics.jsonl", b'{"step": "x"}\n'),
-    ("metrics.jsonl", None),
-]
-
-
-def damaged_run(folder: Path, name: str, content: bytes | None) -> None:
-    """A run in the making, one of whose files holds something else, or is a folder."""
-    RunFolder(folder).create("{}", "", {})
-    (folder / name).unlink()
-    (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
-
-
-@pytest.mark.parametrize(("name", "content"), DAMAGES)
-@pytest.mark.parametrize("kind", ["died", "lost"])
-def test_a_run_whose_process_died_and_left_a_damaged_folder_stops_no_other(
-    kind: str, name: str, content: bytes | None, tmp_path: Path
-) -> None:
-    damaged_run(tmp_path / "a", name, content)
-    workers = Scripted(a=[kind, "failed", "failed"], b=["made"])
-    failed, said = execute_scripted(workers, 1, tmp_path)
-    assert failed == {"a, seed 1": "it failed"}
-    assert workers.started.count("b") == 1
-    assert any(f"it {kind}; its folder is damaged: " in text and name in text for text in said)
-
-
-def test_a_damaged_folder_is_the_reason_of_a_run_that_is_not_tried_again(tmp_path: Path) -> None:
-    damaged_run(tmp_path / "a", "status.json", b"")
-    failed, _ = execute_scripted(Scripted(a=["died"], b=["made"]), 0, tmp_path)
-    assert list(failed) == ["a, seed 1"]
-    assert f"{tmp_path / 'a' / 'status.json'}" in failed["a, seed 1"]
-
-
-def test_an_interruption_stays_one_and_reaches_every_run_beside_a_damaged_one(tmp_path: Path) -> None:
-    class Two(Scripted):
-        def start(self, waiting: list[Job], data_folder: str) -> None:
-            while waiting:
-                self.running.append(waiting.pop(0))
-
-    damaged_run(tmp_path / "a", "status.json", b"")
-    RunFolder(tmp_path / "b").create("{}", "", {})
-    workers = Two(a=["interrupt"], b=[])
-    with pytest.raises(KeyboardInterrupt):
-        execute_scripted(workers, 1, tmp_path)
-    assert workers.stopped == 1
-    assert RunFolder(tmp_path / "b").status()["status"] == "stopped"
-
-
-@pytest.mark.parametrize(("name", "content"), [each for each in DAMAGES if each[0] == "metrics.jsonl"][:3])
-def test_the_estimate_names_a_damaged_run_and_counts_the_others(name: str, content: bytes, tmp_path: Path) -> None:
-    damaged_run(tmp_path / "a", name, content)
-    line = {"step": 1, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 64, "seconds": 3.0, "batch_sha": ""}
-    RunFolder(tmp_path / "b").create("{}", "", {})
-    RunFolder(tmp_path / "b").append(line)
-    config = tiny("train.steps=5")
-    running = [Job(Arm(name, name, config), 1, config, tmp_path / name) for name in ("a", "b")]
-    text = execute.estimate(running, [], 1)
-    assert text.startswith(f"a, seed 1: damaged: {tmp_path / 'a' / 'metrics.jsonl'}, line 1")
-    assert text.endswith("; b, seed 1: step 1/5, loss 2.000; about 12 s left")
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -496,78 +277,6 @@ def test_a_run_found_damaged_fails_and_the_others_are_made(
     assert sum(run.finished for run in load(made).runs) == 5
 
 
-def test_a_run_that_is_made_but_cannot_be_read_has_failed(
-    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    damaged_run(tmp_path / "a", "metrics.jsonl", b"{\n")
-    monkeypatch.setattr("qurve.train.loop.train", lambda *_, **__: RunFolder(tmp_path / "a"))
-    outcome = jobs.make(Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a"), "cpu", str(data_folder))
-    assert (outcome.kind, "metrics.jsonl, line 1" in outcome.words) == ("failed", True)
-
-
-def test_what_fails_comes_back_in_words(data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unpicklable(Exception):
-        def __init__(self, one: str, two: str) -> None:
-            super().__init__(f"{one} {two}")
-
-    def breaks(*args: Any, **kwargs: Any) -> None:
-        raise Unpicklable("out of", "luck")
-
-    monkeypatch.setattr("qurve.train.loop.train", breaks)
-    job = Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")
-    assert jobs.make(job, "cpu", str(data_folder)) == Outcome("failed", "out of luck")
-
-
-def test_a_second_interrupt_kills_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[str] = []
-
-    class Busy(InProcess):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            process = SimpleNamespace(terminate=lambda: told.append("end"), kill=lambda: told.append("end now"))
-            self._processes = {1: process}
-
-        def submit(self, function: Any, *args: Any) -> Future[Any]:
-            return Future()
-
-        def shutdown(self, **kwargs: Any) -> None:
-            told.append("closed")
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(local, "ProcessPoolExecutor", Busy)
-    workers = LocalWorkers("cpu", 1, 1)
-    workers.start([Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")], "")
-    monkeypatch.setattr(local, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        workers.stop()
-    workers.close()
-    assert told == ["end", "end now", "closed"]
-
-
-def test_a_died_worker_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Dying(InProcess):
-        made = 0
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            Dying.made += 1
-
-        def submit(self, function: Any, *args: Any) -> Future[Any]:
-            future: Future[Any] = Future()
-            future.set_exception(BrokenProcessPool("gone"))
-            return future
-
-    monkeypatch.setattr(local, "ProcessPoolExecutor", Dying)
-    workers = LocalWorkers("cpu", 1, 1)
-    job = Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")
-    for count in (1, 2):
-        waiting = [job]
-        workers.start(waiting, "")
-        assert (waiting, workers.running) == ([], [job])
-        assert workers.ended(1) == [(job, Outcome("died", "its process died"))]
-        assert (workers.running, Dying.made) == ([], count)
-
-
 def test_estimate_says_how_far_the_running_ones_are(made: Path) -> None:
     configs = [tiny("train.steps=2"), tiny("train.steps=10")]
     running = [Job(Arm("wide", "Wide", c), 2, c, run_path(made, "wide", 2)) for c in configs[:1]]
@@ -577,31 +286,6 @@ def test_estimate_says_how_far_the_running_ones_are(made: Path) -> None:
     assert text.startswith(f"wide, seed 2: step 2/2, loss {last['loss']:.3f}; about ")
     assert text.endswith(f"about {last['seconds'] / 2 * 10:.0f} s left")
     assert execute.estimate(waiting, [], 1) == "wide, seed 3: step 0/10"
-
-
-PARENT = """
-import os, signal, sys
-from qurve.study.local import new_pool
-
-if __name__ == "__main__":
-    pool = new_pool()
-    print(pool.submit(os.getpid).result(), flush=True)
-    pool.submit(signal.pause)
-    sys.stdin.read()
-"""
-
-
-def test_a_killed_parent_leaves_no_worker_behind(tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        worker = os.pidfd_open(int(parent.stdout.readline()))
-        try:
-            parent.kill()
-            assert select.select([worker], [], [], 30)[0], "the worker lives on"
-        finally:
-            os.close(worker)
 
 
 def test_two_processes_never_work_on_one_study(executed: Executed, data: TokenData, tmp_path: Path) -> None:
@@ -635,6 +319,19 @@ def test_looks_with_other_seeds_are_remembered_and_said(executed: Executed, data
     results = load(folder)
     assert results.earlier_seeds == ((1, 2),)
     assert any("run before with other seeds (1, 2)" in doubt for doubt in doubts(results))
+
+
+def test_other_looks_than_were_declared_are_refused(executed: Executed, data: TokenData, tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    declared = dataclasses.replace(make_study(seeds=(1, 2, 3)), looks=(3, 5))
+    run(declared, folder, data)
+    before = (folder / "study.json").read_bytes()
+    for looks, words in (((3,), "3, 5 there, 3 now"), ((), "3, 5 there, none now")):
+        with pytest.raises(BadInput, match=rf"other declared looks \({words}\).*give another --out"):
+            run(dataclasses.replace(declared, looks=looks), folder, data)
+    assert (folder / "study.json").read_bytes() == before
+    run(dataclasses.replace(declared, seeds=(1, 2, 3, 4, 5)), folder, data)
+    assert (load(folder).looks, load(folder).earlier_seeds) == ((3, 5), ((1, 2, 3),))
 
 
 KILLED = """

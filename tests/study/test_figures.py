@@ -8,9 +8,10 @@ import pytest
 from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, write_study
 
 from qurve.study import figures
+from qurve.study.drawing import INK, NARROW, PALETTE, png, svg
 from qurve.study.results import load
 
-DRAW = (figures.curves_figure, figures.differences_figure, figures.search_figure)
+DRAW = (figures.curves_figure, figures.gains_figure, figures.differences_figure, figures.search_figure)
 
 
 def curve(axes, colour, width):
@@ -27,9 +28,9 @@ def test_curves_show_the_means_and_the_gain_of_the_pairs(tmp_path):
     arm, base = results.arms[2], results.baseline
     mean = sum(dict(arm.runs[s].val)[400] for s in (1, 2)) / 2
     reference = sum(dict(base.runs[s].val)[400] for s in (1, 2)) / 2
-    assert curve(top, figures.PALETTE[2], 1.7)[400] == pytest.approx(mean)
-    assert curve(bottom, figures.PALETTE[2], 1.7)[400] == pytest.approx(100 * (reference - mean) / reference)
-    assert min(curve(top, figures.PALETTE[0], 1.7)) == 40  # the first twelfth is left out
+    assert curve(top, PALETTE[2], 1.7)[400] == pytest.approx(mean)
+    assert curve(bottom, PALETTE[2], 1.7)[400] == pytest.approx(100 * (reference - mean) / reference)
+    assert min(curve(top, PALETTE[0], 1.7)) == 40  # the first twelfth is left out
     assert "MLP 4.75, training (smoothed)" in top.get_legend_handles_labels()[1]  # the best whole arm
     assert "step" in bottom.get_xlabel()
     assert "nats" in top.get_ylabel()
@@ -41,7 +42,7 @@ def test_a_diverged_run_is_marked_and_enters_no_mean(tmp_path):
     marks = [line for line in top.lines if line.get_marker() == "x"]
     assert [list(mark.get_xdata()) for mark in marks] == [[140]] * 3
     assert "Res. GELU (nonlinea… (3 of 3 diverged)" in top.get_legend_handles_labels()[1]
-    assert not any(len(line.get_xdata()) for line in bottom.lines if line.get_color() == figures.PALETTE[2])
+    assert not any(len(line.get_xdata()) for line in bottom.lines if line.get_color() == PALETTE[2])
 
 
 def test_one_diverged_seed_is_told_beside_those_that_finished(tmp_path):
@@ -63,11 +64,24 @@ def test_a_run_that_diverged_before_it_was_measured_is_marked_at_the_edge(tmp_pa
     assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([140], [top.get_ylim()[1]])
 
 
-def test_smoothing_keeps_a_constant_and_averages_noise():
-    assert figures.smoothed([(s, 2.0) for s in range(9)]) == [(s, 2.0) for s in range(9)]
-    zigzag = figures.smoothed([(s, float(s % 2)) for s in range(400)])
-    assert all(abs(value - 0.5) < 0.1 for _, value in zigzag)
-    assert figures.smoothed([]) == []
+def test_the_gains_begin_with_the_first_evaluation_and_their_band_holds_every_seed(tmp_path):
+    results = load(write_study(tmp_path))
+    (axes,) = figures.gains_figure(results).axes
+    points = curve(axes, PALETTE[2], 1.7)
+    arm, base = results.arms[2], results.baseline
+    assert min(points) == 0
+    of_seeds = [[100 * (1 - loss / dict(base.runs[s].val)[step]) for step, loss in arm.runs[s].val] for s in (1, 2, 3)]
+    edges = {tuple(vertex) for band in axes.collections for path in band.get_paths() for vertex in path.vertices}
+    for step, *gains in zip((step for step, _ in arm.runs[1].val), *of_seeds, strict=True):
+        assert min(gains) <= points[step] <= max(gains)
+        for bound in (min(gains), max(gains)):
+            assert any(x == step and y == pytest.approx(bound) for x, y in edges)
+    assert "MLP 4.75, 0.90 M" in axes.get_legend_handles_labels()[1]
+
+
+def test_one_seed_has_no_band(tmp_path):
+    results = load(write_study(tmp_path, seeds=(1,)))
+    assert not any(axes.collections for axes in figures.curves_figure(results).axes)
 
 
 def test_search_rings_the_chosen_and_crosses_the_broken(tmp_path):
@@ -85,11 +99,11 @@ def test_the_ring_is_around_the_chosen_point_even_when_another_is_lower(tmp_path
     losses = [score for score in tree["search"]["scores"] if score["arm"] == "mlp-4.75"]
     other = losses[-3]
     assert losses[0]["val_loss"] != other["val_loss"] > min(score["val_loss"] for score in losses if score["val_loss"])
-    tree["search"]["chosen"]["mlp-4.75"] = {key: other[key] for key in ("train.lr", "train.min_lr", "val_loss")}
+    tree["search"]["chosen"]["mlp-4.75"] = {key: other[key] for key in ("point", "val_loss")}
     file.write_text(json.dumps(tree))
     (axes,) = figures.search_figure(load(tmp_path)).axes
     rings = [line for line in axes.lines if line.get_markersize() == 11]
-    assert (rings[1].get_xdata()[0], rings[1].get_ydata()[0]) == (other["train.lr"], other["val_loss"])
+    assert (rings[1].get_xdata()[0], rings[1].get_ydata()[0]) == (other["point"]["train.lr"], other["val_loss"])
 
 
 def test_two_seeds_get_no_interval_in_the_figure(tmp_path):
@@ -102,21 +116,21 @@ def test_two_seeds_get_no_interval_in_the_figure(tmp_path):
 @pytest.mark.parametrize("draw", DRAW)
 def test_figures_are_the_same_twice_and_themed_ones_follow_the_page(tmp_path, draw):
     results = load(write_study(tmp_path))
-    once, twice = (figures.svg(draw(results), "salt", themed=False) for _ in range(2))
+    once, twice = (svg(draw(results), "salt", themed=False) for _ in range(2))
     assert once == twice
     assert "<dc:date>" not in once
-    assert figures.png(draw(results)) == figures.png(draw(results))
-    themed = figures.svg(draw(results, figures.NARROW), "salt", themed=True)
+    assert png(draw(results)) == png(draw(results))
+    themed = svg(draw(results, NARROW), "salt", themed=True)
     ET.fromstring(themed)
     assert "currentColor" in themed
     assert "var(--arm-1)" in themed
-    assert not any(colour in themed for colour in (figures.INK, *figures.PALETTE))
+    assert not any(colour in themed for colour in (INK, *PALETTE))
     assert "http:" not in themed.replace("http://www.w3.org/", "")
 
 
 def test_many_arms_leave_the_plot_its_height(tmp_path):
     def height(arms):
-        fig = figures.search_figure(load(write_study(tmp_path / str(len(arms)), arms, seeds=(1,))), figures.NARROW)
+        fig = figures.search_figure(load(write_study(tmp_path / str(len(arms)), arms, seeds=(1,))), NARROW)
         fig.draw_without_rendering()
         return fig.axes[0].get_window_extent().height
 
@@ -128,7 +142,7 @@ def test_labels_are_text_not_markup_and_not_mathematics(tmp_path):
     hostile = "<script>alert(1)</script> $x_1$ #0072b2"
     results = load(write_study(tmp_path, (BASELINE, arm("new", hostile))))
     fig = figures.differences_figure(results)
-    themed = figures.svg(fig, "salt", themed=True)
+    themed = svg(fig, "salt", themed=True)
     assert "<script" not in themed
     assert any(text.get_text().startswith("<script>") for text in fig.findobj(matplotlib.text.Text))
     texts = [node.text for node in ET.fromstring(themed).iter("{http://www.w3.org/2000/svg}text")]
@@ -137,11 +151,11 @@ def test_labels_are_text_not_markup_and_not_mathematics(tmp_path):
 
 def test_an_unfamiliar_script_draws_without_warning(tmp_path):
     results = load(write_study(tmp_path, (BASELINE, arm("new", "単"))))
-    assert figures.png(figures.curves_figure(results)).startswith(b"\x89PNG")
+    assert png(figures.curves_figure(results)).startswith(b"\x89PNG")
 
 
 def test_a_study_of_nothing_yet_is_drawn(tmp_path):
     fates = {(name, seed): "missing" for name in ("baseline", "res-gelu") for seed in (1, 2, 3)}
     results = load(write_study(tmp_path, (BASELINE, NONLINEAR), fates=fates))
     for draw in DRAW:
-        ET.fromstring(figures.svg(draw(results), "salt", themed=True))
+        ET.fromstring(svg(draw(results), "salt", themed=True))

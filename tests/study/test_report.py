@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import re
 import subprocess
@@ -20,12 +22,21 @@ MESSY = (
     arm("hostile", HOSTILE, -0.05, config=config(train__weight_decay=0.05)),
     arm("undecided", "Undecided", 0.001),
 )
+NAMES = ("baseline", "mlp-4.75", "res-gelu")
 FATES = {("mlp-4.75", 2): "diverged", ("res-gelu", 3): "missing", ("hostile", 1): "failed", ("undecided", 1): "running"}
 
 
 def text_of(page: Path) -> str:
-    body = re.sub(r"<(style|svg)\b.*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    body = re.sub(r"<(style|svg|script)\b.*?</\1>", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).replace("\u00a0", " ").split())
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests of words: figures cost most of a report's second."""
+    monkeypatch.setattr("qurve.study.page.pieces.svg", lambda *_, **__: "<svg></svg>")
+    monkeypatch.setattr("qurve.study.drawing.svg", lambda *_, **__: "<svg></svg>")
+    monkeypatch.setattr("qurve.study.drawing.png", lambda _: b"")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +67,12 @@ def test_the_page_says_what_was_found_and_how_it_is_known(whole):
         "model.query.kind linear linear bottleneck",
         "train.lr 2e-3 4e-3 8e-3",
         "a made-up processor",
-        "tokens/s MFU",
+        "tokens/s MFU configuration",
+        "The lowest of 2 arms: the verdict is corrected for 2 (Holm), its interval is not.",
+        "from the smallest to the largest",  # what the bands are
+        "f" * 64,  # the data's fingerprint
+        "git checkout " + "0" * 40,
+        "qurve train small/",
         "n/a where none is known",
         "8.22",  # the loss at the start
         "step 400",
@@ -88,13 +104,13 @@ def test_what_went_wrong_is_named_and_never_averaged_in(messy):
     assert HOSTILE in text
 
 
-def test_a_match_is_noted_with_its_arm(tmp_path):
+def test_a_match_is_noted_with_its_arm(undrawn, tmp_path):
     arms = (BASELINE, {**arm("wide", "Wide"), "match": "9 parameters where 10 were wanted"})
     text = text_of(write_report(write_study(tmp_path, arms)))
     assert text.count("Matched: 9 parameters where 10 were wanted.") == 1
 
 
-def test_other_batches_are_shouted(tmp_path):
+def test_other_batches_are_shouted(undrawn, tmp_path):
     page = write_report(write_study(tmp_path, fates={("res-gelu", 2): "other-batches"}))
     text = text_of(page)
     assert "Not so: the arms did not see the same batches." in text
@@ -104,34 +120,65 @@ def test_other_batches_are_shouted(tmp_path):
 def test_one_file_needs_nothing_else(whole, messy):
     for page in (whole, messy):
         source = page.read_text(encoding="utf-8")
-        assert "<script" not in source
+        assert not re.findall(r'<script[^>]* src|<link[^>]* href="(?!data:)', source)
+        source = re.sub(r"<script\b.*?</script>", " ", source, flags=re.DOTALL)
         assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', source)
         assert not re.findall(r"url\((?!#)", source)
         ids = re.findall(r'\bid="([^"]+)"', source)
         assert len(ids) == len(set(ids))
+        assert {link[1:] for link in re.findall(r'href="(#[^"]+)"', source)} <= set(ids)
+
+
+def test_no_script_runs_but_the_pages_own_two(messy):
+    source = messy.read_text(encoding="utf-8")
+    scripts = re.findall(r"<script>(.*?)</script>", source, flags=re.DOTALL)
+    assert len(scripts) == 2
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', source)[1]
+    assert policy.endswith("script-src " + " ".join(f"'sha256-{digest}'" for digest in hashes))
+    assert "default-src 'none'" in policy
+    assert source.count("plotly.js v") == 1
 
 
 def test_the_folder_holds_table_and_figures_and_nothing_half_written(whole, messy):
-    figures = {f"{name}.{kind}" for name in ("curves", "differences", "search") for kind in ("svg", "png")}
+    figures = {f"{name}.{kind}" for name in ("curves", "gains", "differences", "search") for kind in ("svg", "png")}
     files = {file.name for file in whole.parent.iterdir()}
-    assert files == figures | {"report.html", "table.csv", "table.tex", "evidence.json"}
+    assert files == figures | {"report.html", "report.md", "table.csv", "table.tex", "evidence.json"}
+    assert (whole.parent / "report.md").read_text(encoding="utf-8").startswith("## Is a nonlinear query worth it?")
     assert {file.name for file in messy.parent.iterdir()} == files - {"search.svg", "search.png"}
     assert all(file.stat().st_size > 100 for file in whole.parent.iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_study_gives_the_same_bytes(whole):
     before = {file.name: file.read_bytes() for file in whole.parent.iterdir()}
     write_report(whole.parent.parent)
     assert {file.name: file.read_bytes() for file in whole.parent.iterdir()} == before
 
 
-def test_a_single_arm_and_a_single_seed_are_reported(tmp_path):
+def test_another_study_is_set_beside(undrawn, tmp_path, whole):
+    study = write_study(tmp_path / "here", finals={("res-gelu", seed): 3.0 for seed in (1, 2, 3)})
+    text = text_of(write_report(study, whole.parent.parent))
+    assert "The same arms in the study small" in text
+    assert "The same loss (3 seeds)." in text
+    assert "Lower loss here (3 seeds)." in text
+    assert "### Against small" in (study / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_an_unequal_study_is_refused_before_anything_is_written(tmp_path, whole):
+    study = write_study(tmp_path, fates=dict.fromkeys(((n, s) for n in NAMES for s in (1, 2, 3)), "failed"))
+    with pytest.raises(BadInput, match="no seed is finished in both"):
+        write_report(study, whole.parent.parent)
+    assert not (study / "report").exists()
+
+
+def test_a_single_arm_and_a_single_seed_are_reported(undrawn, tmp_path):
     assert "nothing to compare" in text_of(write_report(write_study(tmp_path / "arm", (BASELINE,))))
     assert "One seed: no verdict." in text_of(write_report(write_study(tmp_path / "seed", seeds=(1,))))
 
 
 @pytest.mark.parametrize(("gains", "is_bold"), [((0.07, 0.06, 0.08), True), ((0.07, -0.01, 0.08), False)])
-def test_the_best_arm_is_bold_only_when_its_loss_is_shown_to_be_lower(tmp_path, gains, is_bold):
+def test_the_best_arm_is_bold_only_when_its_loss_is_shown_to_be_lower(undrawn, tmp_path, gains, is_bold):
     finals = {("baseline", seed): 3.0 for seed in (1, 2, 3)}
     finals |= {("new", seed): 3.0 - gain for seed, gain in enumerate(gains, 1)}
     page = write_report(write_study(tmp_path, (BASELINE, arm("new", "New")), finals=finals))
@@ -147,38 +194,6 @@ def test_nothing_is_made_where_there_is_no_study(tmp_path):
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed():
-    heavy = "scipy matplotlib jinja2 rich torch numpy"
+    heavy = "scipy matplotlib jinja2 plotly rich torch numpy"
     script = f"import sys, qurve.study.report; print([m for m in {heavy.split()} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_it_renders_in_a_browser(browser, whole, messy, width, scheme):
-    for page_file in (whole, messy):
-        context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
-        page = context.new_page()
-        complaints, requests = [], []
-        page.on("console", lambda message, found=complaints: found.append(message.text))
-        page.on("pageerror", lambda error, found=complaints: found.append(str(error)))
-        page.on("request", lambda request, found=requests: found.append(request.url))
-        page.goto(page_file.as_uri())
-        assert complaints == []
-        assert [url for url in requests if not url.startswith("data:")] == [page_file.as_uri()]
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate("document.body.scrollWidth") <= width
-        for element in ("#verdict", "#summary", "#curves", "#batches", "#changed", "#runs"):
-            assert page.locator(element).is_visible(), element
-        shown = page.locator("#curves svg:visible")
-        assert shown.count() == 1
-        assert shown.bounding_box()["width"] > 0.8 * min(width, 1000) - 40
-        background, ink, axis = (
-            sum(map(int, re.findall(r"\d+", page.evaluate(script))[:3])) / 3
-            for script in (
-                "getComputedStyle(document.body).backgroundColor",
-                "getComputedStyle(document.body).color",
-                "getComputedStyle([...document.querySelectorAll('#curves svg text')].at(0)).fill",
-            )
-        )
-        assert (background < 60 and ink > 190 and axis > 190) if scheme == "dark" else (background > 230 and ink < 60)
-        context.close()

@@ -207,8 +207,8 @@ def test_an_optimum_at_the_edge_of_the_grid_is_flagged(tmp_path):
 def test_a_search_that_was_not_followed_or_not_equal_is_flagged(tmp_path):
     write_study(tmp_path)
     search = json.loads((tmp_path / "study.json").read_text())["search"]
-    search["chosen"]["mlp-4.75"] = {"train.lr": 2e-3, "train.min_lr": 4e-5, "val_loss": 5.3}
-    search["scores"] = [s for s in search["scores"] if s["arm"] != "res-gelu" or s["train.lr"] != 4e-3]
+    search["chosen"]["mlp-4.75"] = {"point": {"train.lr": 2e-3, "train.min_lr": 4e-5}, "val_loss": 5.3}
+    search["scores"] = [s for s in search["scores"] if s["arm"] != "res-gelu" or s["point"]["train.lr"] != 4e-3]
     found = doubts(load(change(tmp_path, search=search)))
     assert found == [
         "The arms were not searched over the same grid and seeds.",

@@ -12,10 +12,26 @@ from fake_study import BASELINE, NONLINEAR, arm, write_study
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurve.study.results import load
-from qurve.study.statistics import ROW_KEYS, compare, overall_verdict, paired_interval, relative_gains, summary_rows
+from qurve.errors import BadInput
+from qurve.study.headline import headline
+from qurve.study.paired import holm, paired_p, sign_flip_p
+from qurve.study.results import StudyResults, load, search_doubts
+from qurve.study.statistics import (
+    ROW_KEYS,
+    a_a,
+    compare,
+    comparisons,
+    level_of,
+    overall_verdict,
+    relative_gains,
+    summary_rows,
+    undeclared_looks,
+)
 
 TWO = (BASELINE, arm("new", "New"))
+THREE = (BASELINE, arm("a", "A"), arm("b", "B"))
+BARELY = (-0.040, -0.02, -0.028)
+"""Differences with a p between 2.5 and 5 %."""
 losses = st.floats(1.0, 10.0)
 
 
@@ -27,49 +43,6 @@ def study(folder: Path, new: list[float], base: list[float] | None = None, **mor
     finals |= {("baseline", s): loss for s, loss in zip(seeds, base, strict=True)}
     results = load(write_study(folder, TWO, seeds=seeds, finals=finals, **more))
     return results, compare(results, results.others[0])
-
-
-# ------------------------------------------------------------------------------------------------------------ interval
-
-
-def test_interval_known_by_hand():
-    # mean -0.02, deviation 0.01, three values: half width = 4.302653 * 0.01 / sqrt(3)
-    mean, low, high = paired_interval([-0.01, -0.02, -0.03])
-    assert mean == pytest.approx(-0.02)
-    assert low == pytest.approx(-0.02 - 0.0248414, abs=1e-7)
-    assert high == pytest.approx(-0.02 + 0.0248414, abs=1e-7)
-
-
-def test_interval_of_two_uses_one_degree_of_freedom():
-    # the deviation of {0, 0.02} is 0.0141421, its standard error 0.01, and the t quantile 12.706205
-    mean, low, high = paired_interval([0.0, 0.02])
-    assert (low, high) == (pytest.approx(0.01 - 0.12706205, abs=1e-7), pytest.approx(0.01 + 0.12706205, abs=1e-7))
-    assert mean == pytest.approx(0.01)
-
-
-def test_interval_needs_two():
-    with pytest.raises(ValueError, match="at least two"):
-        paired_interval([0.1])
-
-
-@pytest.mark.parametrize("n", [3, 5])
-def test_interval_covers_the_truth_as_often_as_it_says(n):
-    draw = random.Random(17)
-    covered = 0
-    for _ in range(2000):
-        _, low, high = paired_interval([draw.gauss(-0.02, 0.05) for _ in range(n)])
-        covered += low <= -0.02 <= high
-    assert 0.93 <= covered / 2000 <= 0.97
-
-
-@given(st.lists(st.floats(-1, 1), min_size=2, max_size=9), st.floats(-1, 1))
-def test_interval_moves_with_its_data_and_mirrors(differences, shift):
-    mean, low, high = paired_interval(differences)
-    assert low <= mean <= high
-    moved = paired_interval([d + shift for d in differences])
-    assert moved == pytest.approx((mean + shift, low + shift, high + shift), abs=1e-9)
-    mirrored = paired_interval([-d for d in differences])
-    assert mirrored == pytest.approx((-mean, -high, -low), abs=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------------------- gains
@@ -109,7 +82,7 @@ def test_lower_loss_states_size_interval_and_n(tmp_path):
     assert pair.outcome == "noise"  # -0.02 with half width 0.0248: three seeds do not carry it
     _, pair = study(tmp_path / "b", [2.94, 2.93, 2.92], [3.0, 3.0, 3.0])
     assert pair.verdict == (
-        "lower loss than the baseline by 0.0700 nats per token (95 % interval 0.0452 to 0.0948, 3 seeds)"
+        "lower loss than the baseline by 0.0700 nats per token (95 % interval 0.0452 to 0.0948, 3 seeds, p = 0.0067)"
     )
 
 
@@ -171,18 +144,191 @@ def test_a_wholly_diverged_arm_has_no_numbers(tmp_path):
     assert row["verdict"] == "no verdict: seed 1 diverged, seed 2 diverged, seed 3 diverged"
 
 
-@given(st.lists(st.floats(-0.1, 0.1), min_size=0, max_size=6))
-def test_a_claim_is_made_only_when_the_interval_leaves_out_zero(differences):
+@given(st.lists(st.floats(-0.1, 0.1), min_size=0, max_size=6), st.floats(0, 1), st.integers(0, 4))
+def test_a_claim_is_made_only_when_the_corrected_p_allows_it(differences, p, looks):
     from qurve.study.statistics import _words
 
-    outcome, words = _words(differences)
-    if len(differences) < 3:
-        assert outcome == "none"
-        assert "lower" not in words
-        assert "higher" not in words
+    outcome, words = _words(differences, p, looks, 3)
+    if len(differences) < 3 or p > 0.05 / max(1, looks):
+        assert outcome in ("none", "noise")
+        assert not words.startswith(("lower", "higher"))
     else:
-        _, low, high = paired_interval(differences)
-        assert outcome == ("lower" if high < 0 else "higher" if low > 0 else "noise")
+        assert outcome == ("lower" if statistics.fmean(differences) < 0 else "higher")
+        assert "Holm for 3 arms" in words
+
+
+# --------------------------------------------------------------------------------------------------------- several arms
+
+
+def family(folder: Path, **by_arm: tuple[float, ...]) -> StudyResults:
+    """A study of `THREE` with these differences to a baseline of 3 nats."""
+    finals = {(name, seed): 3.0 + d for name, of in by_arm.items() for seed, d in enumerate(of, 1)}
+    seeds = tuple(range(1, len(by_arm["a"]) + 1))
+    finals |= {("baseline", seed): 3.0 for seed in seeds}
+    return load(write_study(folder, THREE, seeds=seeds, finals=finals))
+
+
+def test_every_p_is_what_it_says(tmp_path):
+    found = {"a": (-0.01, -0.02, -0.03, -0.02), "b": (0.01, -0.02, 0.03, 0.02)}
+    pairs = comparisons(family(tmp_path, **found))
+    assert [pair.p for pair in pairs] == pytest.approx([paired_p(found["a"]), paired_p(found["b"])])
+    assert [pair.p_holm for pair in pairs] == holm([pair.p for pair in pairs])
+    assert [pair.p_signflip for pair in pairs] == [sign_flip_p(found["a"]), sign_flip_p(found["b"])]
+
+
+def test_what_an_arm_alone_would_claim_several_arms_may_not(tmp_path):
+    p = paired_p(BARELY)
+    assert 0.025 < p < 0.05
+    results = family(tmp_path, a=BARELY, b=(0.01, -0.01, 0.002))
+    pair = compare(results, results.others[0])
+    assert pair.high < 0
+    assert pair.outcome == "noise"
+    assert pair.verdict == (
+        "cannot be told apart from the noise (3 seeds): its own 95 % interval leaves out zero, but "
+        f"p = {2 * p:.4f} after Holm for 2 arms"
+    )
+
+
+def test_an_arm_that_breaks_eases_no_others_test(tmp_path):
+    finals = {("a", seed): 2.9 + seed / 100 for seed in (1, 2, 3)} | {("baseline", seed): 3.0 for seed in (1, 2, 3)}
+    results = load(write_study(tmp_path, THREE, finals=finals, fates={("b", 2): "diverged"}))
+    a, b = comparisons(results)
+    assert (b.p, b.p_holm, b.p_signflip) == (None, None, None)
+    assert a.p_holm == pytest.approx(2 * a.p)
+
+
+def test_the_baseline_against_itself_is_noise(tmp_path):
+    results, _ = study(tmp_path, [2.5, 2.51, 2.52])
+    assert compare(results, results.baseline).outcome == "noise"
+
+
+def test_one_seed_and_a_look_before_the_end_give_no_p(tmp_path):
+    for number, (new, fates) in enumerate([([2.5], {}), ([2.5, 2.51, 2.52], {("new", 3): "running"})]):
+        _, pair = study(tmp_path / str(number), new, fates=fates)
+        assert (pair.p, pair.p_holm, pair.p_signflip, pair.outcome) == (None, None, None, "none")
+
+
+def test_three_equal_arms_make_false_claims_in_one_study_of_twenty_at_most(tmp_path):
+    """Through the whole referee; all arms share the baseline's noise."""
+    draw, claims = random.Random(11), 0
+    results = family(tmp_path, a=(0.0,) * 5, b=(0.0,) * 5)
+    for _ in range(1000):
+        redrawn(results, draw)
+        claims += any(pair.outcome != "noise" for pair in comparisons(results))
+    assert claims / 1000 <= 0.05 + 0.02  # three standard errors
+
+
+def redrawn(results: StudyResults, draw: random.Random) -> None:
+    """Give every run another final loss, all of one distribution."""
+    for one in results.arms:
+        for seed, run in one.runs.items():
+            one.runs[seed] = dataclasses.replace(run, val=((400, draw.gauss(3.0, 0.02)),))
+
+
+# ------------------------------------------------------------------------------------------------------------------ A/A
+
+
+def test_a_a_is_noise_but_for_the_nominal_rate(tmp_path):
+    draw, alarms = random.Random(7), 0
+    results = family(tmp_path, a=(0.0,) * 5, b=(0.0,) * 5)
+    results.others[0].config["train"]["seed"] = 99
+    for _ in range(2000):
+        redrawn(results, draw)
+        pair = a_a(results, results.others[0])
+        alarms += pair.outcome != "noise"
+    assert 0.035 <= alarms / 2000 <= 0.065  # three standard errors
+    words = {"noise": "A/A: cannot be told apart from the noise (5 seeds)"}
+    assert pair.verdict.startswith(words.get(pair.outcome, "A/A: a false alarm: "))
+
+
+def test_a_a_needs_no_common_batches_and_nothing_else_may_differ(tmp_path):
+    finals = {("new", seed): 2.9 + seed / 1000 for seed in (1, 2, 3)} | {("baseline", seed): 3.0 for seed in (1, 2, 3)}
+    results = load(write_study(tmp_path, TWO, finals=finals, fates={("new", 2): "other-batches"}))
+    assert compare(results, results.others[0]).outcome == "none"
+    pair = a_a(results, results.others[0])
+    assert pair.outcome == "lower"
+    assert pair.verdict.startswith("A/A: a false alarm: lower loss than the baseline by 0.0980")
+    results.others[0].config["train"]["lr"] = 1.0
+    with pytest.raises(BadInput, match=r"new is no A/A arm: it differs from the baseline in train\.lr"):
+        a_a(results, results.others[0])
+    with pytest.raises(BadInput, match="it is the baseline itself"):
+        a_a(results, results.baseline)
+
+
+def test_an_a_a_arm_of_a_study_is_judged_alone_and_never_claimed_of(tmp_path):
+    twin = arm("a-a", "A/A", seed_offset=1000)
+    finals = {("baseline", seed): 3.0 for seed in (1, 2, 3)} | {("new", seed): 2.96 for seed in (1, 2)}
+    finals |= {("new", 3): 2.97} | {("a-a", seed): 2.9 + seed / 1000 for seed in (1, 2, 3)}
+    with_it, without = (
+        load(write_study(tmp_path / str(len(arms)), arms, finals=finals)) for arms in ((*TWO, twin), TWO)
+    )
+    new, a_a_of_it = comparisons(with_it)
+    assert new == comparisons(without)[0]  # the family is what it was
+    assert a_a_of_it == a_a(with_it, with_it.arms[2]) == compare(with_it, with_it.arms[2])
+    assert a_a_of_it.verdict.startswith("A/A: a false alarm: lower loss")
+    assert summary_rows(with_it)[2]["verdict"] == a_a_of_it.verdict
+    assert with_it.best.name == headline(with_it).arm.name == "new"  # though the other's loss is lower
+    assert not any("A/A" in doubt for doubt in search_doubts(with_it))
+    assert "arms with one baseline" not in overall_verdict(with_it)
+    alone = load(write_study(tmp_path / "alone", (BASELINE, twin), finals=finals))
+    assert headline(alone) is None
+    assert "A/A" in overall_verdict(alone)
+
+
+# ---------------------------------------------------------------------------------------------------------------- looks
+
+
+def looked(folder: Path, new: list[float], *, looks=(), earlier=()):
+    results, _ = study(folder, new)
+    results = dataclasses.replace(results, looks=looks, earlier_seeds=earlier)
+    return results, compare(results, results.others[0])
+
+
+FIVE = [2.90, 2.91, 2.92, 2.93, 2.94]
+
+
+def test_declared_looks_share_the_five_per_cent(tmp_path):
+    results, pair = looked(tmp_path / "clear", FIVE, looks=(3, 5), earlier=((1, 2, 3),))
+    assert level_of(results) == 0.025
+    assert pair.outcome == "lower"
+    assert "Looks were declared at 3, 5 seeds; each is judged at 2.5 %." in overall_verdict(results)
+    barely = [3.0 + difference for difference in BARELY]
+    _, pair = looked(tmp_path / "once", barely)
+    assert pair.outcome == "lower"
+    _, pair = looked(tmp_path / "first of two", barely, looks=(3, 5))
+    assert pair.verdict == (
+        "cannot be told apart from the noise (3 seeds): its own 95 % interval leaves out zero, but "
+        f"p = {pair.p:.4f}, and each of 2 declared looks may spend 0.0250"
+    )
+
+
+def test_a_look_that_was_not_declared_takes_the_verdict(tmp_path):
+    _, pair = looked(tmp_path / "a", FIVE[:4], looks=(3, 5))
+    assert pair.verdict == "no verdict: a look at 4 seeds was not declared (declared: 3, 5)"
+    _, pair = looked(tmp_path / "b", FIVE, earlier=((1, 2, 3),))
+    assert pair.verdict == (
+        "no verdict: it was run before with other seeds (1, 2, 3), and no look at them was declared"
+    )
+    assert pair.p is None
+
+
+@pytest.mark.parametrize(
+    ("earlier", "forbidden"),
+    [((1, 2), False), ((1, 2, 3), True), ((1, 2, 3, 4), False), ((4, 9), True), ((7, 8, 9), True)],
+)
+def test_which_looks_could_have_ended_in_a_claim_or_in_a_choice(tmp_path, earlier, forbidden):
+    results, _ = looked(tmp_path, FIVE, looks=(4, 5), earlier=(earlier,))
+    assert undeclared_looks(results) == ([earlier] if forbidden else [])
+
+
+def test_looks_are_read_from_the_studys_file(tmp_path):
+    folder = write_study(tmp_path, TWO)
+    file = folder / "study.json"
+    file.write_text(file.read_text()[:-1] + ', "looks": [2, 3]}')
+    assert load(folder).looks == (2, 3)
+    file.write_text(file.read_text().replace("[2, 3]", '["3"]'))
+    with pytest.raises(BadInput, match=r"'looks' are numbers of seeds, not \['3'\]"):
+        load(folder)
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -192,8 +338,8 @@ def test_rows_have_exactly_the_promised_keys(tmp_path):
     results = load(write_study(tmp_path))
     rows = summary_rows(results)
     promised = (
-        "arm seeds_n non_embedding flops_per_token val_loss diff diff_low diff_high dll_percent dppx_percent "
-        "tokens_per_s verdict"
+        "arm seeds_n non_embedding flops_per_token val_loss split final_loss diff diff_low diff_high p p_holm "
+        "p_signflip p_signflip_least dll_percent dppx_percent tokens_per_s verdict"
     )
     assert all(" ".join(row) == promised for row in rows)
     assert tuple(promised.split()) == ROW_KEYS
@@ -202,12 +348,17 @@ def test_rows_have_exactly_the_promised_keys(tmp_path):
         "diff",
         "diff_low",
         "diff_high",
+        "p",
+        "p_holm",
+        "p_signflip",
+        "p_signflip_least",
         "dll_percent",
         "dppx_percent",
     }
     assert None not in rows[2].values()
     finals = [results.arms[2].runs[s].val_loss for s in (1, 2, 3)]
-    assert rows[2]["val_loss"] == statistics.fmean(finals)
+    assert rows[2]["val_loss"] == rows[2]["final_loss"] == statistics.fmean(finals)
+    assert rows[2]["p_signflip_least"] == 0.25
     assert rows[2]["non_embedding"] == NONLINEAR["non_embedding"]
     assert rows[2]["tokens_per_s"] == pytest.approx(2048 / 0.102)  # the middle one of the three
 
@@ -216,7 +367,9 @@ def test_overall_verdict_says_what_it_does_not_cover(tmp_path):
     words = overall_verdict(load(write_study(tmp_path / "three")))
     assert words.startswith("MLP 4.75: ")
     assert "this model size, this data and this training length" in words
-    assert "not corrected for comparing 2 arms" in words
+    assert "not corrected for comparing 2 arms with one baseline; the verdicts are (Holm, 5 %" in words
+    assert "can reach no p below 0.25 with 3 seeds" in words
+    assert "would be seen with 80 % power" in words
     words = overall_verdict(load(write_study(tmp_path / "two", (BASELINE, NONLINEAR), search=False)))
     assert "not corrected" not in words
     assert "not tuned by a recorded search" in words

@@ -44,7 +44,7 @@ def reported(folder: Path) -> str:
 
 def continued(folder: Path) -> None:
     arms = [SimpleNamespace(name=arm["name"]) for arm in (BASELINE, NONLINEAR)]
-    earlier_seeds(SimpleNamespace(name="small", arms=arms, seeds=(1,)), folder)  # type: ignore[arg-type]
+    earlier_seeds(SimpleNamespace(name="small", arms=arms, seeds=(1,), looks=()), folder)  # type: ignore[arg-type]
 
 
 READERS = [looked_at, reported, continued]
@@ -86,6 +86,8 @@ DAMAGES: dict[str, Callable[[Json], Json]] = {
     **{f"arm {name!r}": with_arm(name=name) for name in NAMES},
     **{f"config {value!r}": with_arm(config=value) for value in (5, None, [], {"train": 5})},
     **{f"seeds {value!r}": with_fields(seeds=value) for value in (5, ["1"], [1.5], [True], [[1]], [-1])},
+    **{f"looks {value!r}": with_fields(looks=value) for value in (5, ["3"], [3.0], [True], [0], {})},
+    **{f"offset {value!r}": with_arm(seed_offset=value) for value in ("1", 1.5, [], True)},
     **{f"earlier {value!r}": with_fields(earlier_seeds=value) for value in (5, [5], [["1"]], {})},
 }
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from qurve.study.results import load
 from qurve.study.statistics import ROW_KEYS, summary_rows
 from qurve.study.tables import (
+    chance,
     csv_table,
     rate,
     signed,
@@ -68,6 +69,23 @@ def test_signs():
     assert signed(-0.0123, 4) == "−0.0123"
     assert signed(-0.00001, 4) == signed(0.0, 4) == "0.0000"
     assert signed(None, 2, "%") == "–"
+
+
+@pytest.mark.parametrize(
+    ("p", "text"),
+    [
+        (0.0625, ".0625"),
+        (0.25, ".25"),
+        (1.0, "1"),
+        (0.99999, "1"),
+        (0.0001, ".0001"),
+        (0.00009, "<1e-4"),
+        (0.0, "<1e-4"),
+        (None, "–"),
+    ],
+)
+def test_chances_take_five_signs(p, text):
+    assert chance(p) == text
 
 
 def test_csv_holds_the_rows_in_full(tmp_path):
@@ -138,6 +156,8 @@ def test_terminal_table_keeps_every_digit_in_80_columns(tmp_path):
     for row in summary_rows(results)[1:]:
         for key in ("diff", "diff_low", "diff_high"):
             assert signed(row[key], 4) in text
+        for key in ("p", "p_holm", "p_signflip"):
+            assert chance(row[key]) in text
         assert f"{row['tokens_per_s']:,.0f}" in text
 
 

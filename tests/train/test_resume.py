@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import shutil
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,15 @@ from interrupted import (
     cut_short,
     little_data,
     lose,
-    numbers,
+    refuse,
     smallest,
     snapshot,
     stop_after,
 )
 from qurve.config import content_hash, from_dict, to_json
 from qurve.data.loader import TokenData
-from qurve.errors import BadInput, Diverged, QurveError, Stopped
+from qurve.errors import BadInput, Stopped
 from qurve.files import claimed, write_manifest
-from qurve.model.gpt import GPT
 from qurve.runfolder import RunFolder
 from qurve.train import checkpoint, loop, resume, runtime
 from qurve.train.config import RunConfig
@@ -44,18 +42,6 @@ from qurve.train.loop import train
 from qurve.train.schedule import learning_rate
 
 STEPS = smallest().train.steps
-
-
-@pytest.fixture(scope="module")
-def stopped(little: TokenData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run that was stopped after step 5. Tests copy it."""
-    return stop_after(5, tmp_path_factory.mktemp("stopped") / "run", little)
-
-
-@pytest.fixture
-def run(stopped: RunFolder, tmp_path: Path) -> RunFolder:
-    shutil.copytree(stopped.path, tmp_path / "run", symlinks=True)
-    return RunFolder(tmp_path / "run")
 
 
 def config_of(run: RunFolder) -> RunConfig:
@@ -199,17 +185,6 @@ def test_where_it_went_on_is_noted(run: RunFolder, little: TokenData) -> None:
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def refuse(
-    run: RunFolder, data: TokenData, message: str, *settings: str, kind: type[QurveError] = BadInput, **how: Any
-) -> None:
-    """Expect a refusal that says `message`, and not a byte of the folder changed."""
-    before = snapshot(run.path)
-    with pytest.raises(kind, match=message) as refusal:
-        train(smallest(*settings), run.path, data, **{"resume": "auto", **how})
-    assert refusal.type is kind
-    assert snapshot(run.path) == before
-
-
 def test_never_refuses_a_used_folder(run: RunFolder, little: TokenData) -> None:
     refuse(run, little, "holds a run; continue it with --resume auto", resume="never")
 
@@ -335,126 +310,7 @@ def test_a_disk_that_is_too_small_is_refused_with_the_numbers(
     assert snapshot(tmp_path) == before
 
 
-# ---------------------------------------------------------------------------------------------------------- divergence
-
-
-def rising(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
-    """From a step on, the loss is ten times what it is."""
-    windows = loop.training_windows
-    loss = GPT.loss
-    now = 0
-
-    def training_windows(config: RunConfig, data: TokenData, update: int) -> Any:
-        nonlocal now
-        now = update + 1
-        return windows(config, data, update)
-
-    monkeypatch.setattr(loop, "training_windows", training_windows)
-    monkeypatch.setattr(GPT, "loss", lambda *args: loss(*args) * (10 if now >= from_step else 1))
-
-
-BOUND = ("train.loss_bound=20", "train.loss_bound_steps=3")
-
-
-@pytest.mark.parametrize("stops", [(), (5,), (5, 6)])
-def test_a_loss_above_its_bound_is_counted_across_stops(
-    stops: Sequence[int], little: TokenData, undisturbed: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rising(monkeypatch, from_step=5)
-    config = smallest(*BOUND, "train.checkpoint_every=1", "train.keep=1")
-    run = RunFolder(tmp_path / "run")
-    for step in stops:
-        stop_after(step, run.path, little, config)
-    with pytest.raises(Diverged, match=r"step 7: the loss was above 20\.0 for 3 steps in a row"):
-        train(config, run.path, little, resume="auto")
-    assert (run.status()["status"], run.last_step()) == ("diverged", 6)  # no update of step 7
-    assert run.checkpoint_steps()[-2:] == [4, 6]  # the newest, and the last before the loss rose
-    states = [json.loads((run.checkpoint(step) / "state.json").read_text()) for step in (4, 6)]
-    assert [state["loss_above_bound"] for state in states] == [0, 2]
-    assert numbers(run)[:5] == numbers(undisturbed)[:5]
-
-
-def test_a_loss_that_falls_again_is_no_divergence(
-    little: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    windows, loss, now = loop.training_windows, GPT.loss, [0]
-
-    def training_windows(config: RunConfig, data: TokenData, update: int) -> Any:
-        now[0] = update + 1
-        return windows(config, data, update)
-
-    monkeypatch.setattr(loop, "training_windows", training_windows)
-    monkeypatch.setattr(GPT, "loss", lambda *args: loss(*args) * (10 if now[0] in (2, 3, 5, 6) else 1))
-    run = train(smallest(*BOUND), tmp_path / "run", little)
-    assert [line["step"] for line in run.train_lines() if line["loss"] > 20] == [2, 3, 5, 6]
-
-
-def test_a_diverged_run_stays_diverged_unless_something_changes(
-    little: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunFolder(tmp_path / "run")
-    with monkeypatch.context() as patch:
-        rising(patch, from_step=3)
-        with pytest.raises(Diverged):
-            train(smallest(*BOUND), run.path, little)
-    refuse(run, little, r"diverged \(step 5: .*\), and would again", *BOUND, kind=Diverged)
-    other = RunFolder(tmp_path / "other")
-    shutil.copytree(run.path, other.path, symlinks=True)
-    train(smallest(*BOUND, "train.loss_bound=100"), run.path, little, resume="auto")
-    train(smallest(*BOUND, "train.lr=0.005"), other.path, little, resume="auto", changed=["train.lr"])
-    assert [folder.status()["status"] for folder in (run, other)] == ["finished", "finished"]
-
-
-# ----------------------------------------------------------------------------------------------------------- disk full
-
-
-def full_disk(*args: Any, **kwargs: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize(
-    ("where", "what"),
-    [
-        (checkpoint, "save_file"),
-        (checkpoint, "write_atomic"),
-        (checkpoint, "write_manifest"),
-        (checkpoint, "sync"),
-        (RunFolder, "append"),
-    ],
-)
-def test_a_disk_that_fills_up_leaves_the_checkpoint_before(
-    where: Any,
-    what: str,
-    run: RunFolder,
-    little: TokenData,
-    undisturbed: RunFolder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = snapshot(run.checkpoint(5))
-    with monkeypatch.context() as patch:
-        patch.setattr(where, what, full_disk)
-        with pytest.raises(QurveError) as failure:
-            train(smallest(), run.path, little, resume="auto")
-    assert failure.value.exit_code == 1
-    assert "the disk is full" in str(failure.value)
-    assert "the newest checkpoint is of step 5. Make room, then go on with --resume auto" in str(failure.value)
-    assert run.status()["status"] == "failed"
-    assert snapshot(run.checkpoint(5)) == kept
-    assert_whole(run)
-    assert_same(train(smallest(), run.path, little, resume="auto"), undisturbed)
-
-
-def test_a_full_disk_that_takes_no_status_either_still_says_what_went_wrong(
-    run: RunFolder, little: TokenData, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunFolder, "append", full_disk)
-    monkeypatch.setattr("qurve.runfolder.write_atomic", full_disk)
-    monkeypatch.setattr(RunFolder, "go_on", lambda *args: None)
-    with pytest.raises(QurveError, match=r"the disk is full .* of step 5"):
-        train(smallest(), run.path, little, resume="auto")
-
-
-# ------------------------------------------------------------------------------------------------- found by reviewers
+# ------------------------------------------------------------------------------------------------------- whatever else
 
 
 @pytest.mark.parametrize("change", ["data.order_seed=7", "train.seed=2", "train.tokens_per_step=128"])

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
 from qurve.train import runtime
 from qurve.train.distributed import ALONE, World
 from qurve.train.runtime import available_cores, resolve
@@ -138,3 +140,22 @@ def test_what_is_left_open_stays_as_it_was(data: TokenData) -> None:
     assert (resolved.threads, resolved.micro_batch, resolved.precision) == (3, 2, "bf16")
     assert (resolved.device, resolved.compile) == ("cpu", False)
     assert resolve(tiny("train.micro_batch=1"), data, before=before).train.micro_batch == 1
+
+
+@pytest.mark.skipif(not runtime.PEAK_RESET.exists(), reason="this system does not let a process reset its own peak")
+def test_peak_memory_is_that_of_its_run_alone(finished: RunFolder) -> None:
+    earlier = np.ones(25_000_000)  # 200 MB
+    assert runtime.forget_peak_memory("cpu")
+    before = runtime.peak_memory("cpu")
+    assert before > earlier.nbytes
+    del earlier
+    assert runtime.forget_peak_memory("cpu")
+    assert runtime.peak_memory("cpu") < before - 150_000_000
+    taken = np.ones(12_500_000)
+    assert runtime.peak_memory("cpu") > taken.nbytes
+    assert finished.environment()["peak_memory_bytes"] > 10_000_000
+
+
+def test_a_system_that_cannot_measure_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "PEAK_RESET", tmp_path / "missing" / "clear_refs")
+    assert not runtime.forget_peak_memory("cpu")

@@ -24,6 +24,7 @@ SETTINGS = (
     "train.lr=3e-3",
     "eval.every=8",
     "eval.windows=7",
+    "eval.attention_logits=true",
     "model.query=bottleneck",
     "model.dropout=0.1",
 )
@@ -51,6 +52,8 @@ def assert_same_run(run: RunFolder, alone: RunFolder) -> None:
     due = {line["step"]: line["loss"] for line in alone.eval_lines()}
     measured = {line["step"]: line["loss"] for line in run.eval_lines() if line["step"] in due}
     assert measured == pytest.approx(due, abs=1e-4)
+    logits = [line["max_logit"] for r in (run, alone) for line in r.eval_lines() if line["step"] == 20]
+    assert logits[0] == pytest.approx(logits[1], rel=1e-3)
     for name in ("model", "optimizer"):
         ours, theirs = (load_file(r.latest_checkpoint() / f"{name}.safetensors") for r in (run, alone))
         assert ours.keys() == theirs.keys()

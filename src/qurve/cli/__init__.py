@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tyro
 from rich.console import Console
@@ -28,10 +28,13 @@ Exit codes: 0 done; 1 a run failed; 2 the input was refused and nothing was crea
 """
 
 app = tyro.extras.SubcommandApp()
-_COMMANDS = (compare, train, generate, prepare, report, study, watch, presets, plan)  # in the order of the help
-for _command in _COMMANDS:
+_command: Callable[..., int]
+for _command in (compare, train, generate, prepare, report):  # in the order of the help
     app.command(_command)
-COMMANDS = tuple(_command.__name__ for _command in _COMMANDS)
+app.command(study, name="study", help="How far a study is, what it would take, ladders of them: status, plan, ladder.")
+for _command in (watch, presets, plan):
+    app.command(_command)
+COMMANDS = ("compare", "train", "generate", "prepare", "report", "study", "watch", "presets", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

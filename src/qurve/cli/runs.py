@@ -104,6 +104,7 @@ def presets(as_json: Json = False) -> int:
     """List the named configurations."""
     from qurve import accounting
     from qurve import presets as named
+    from qurve.study.tables import rate
 
     rows: list[dict[str, Any]] = []
     for name in named.names():
@@ -122,12 +123,12 @@ def presets(as_json: Json = False) -> int:
     if as_json:
         print(json.dumps(rows))
         return 0
-    table = Table(box=None, padding=(0, 1, 0, 0))  # 80 columns must not cost a digit
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)  # 80 columns must not cost a digit
     for title in ("preset", "N.E.\nparams", "query", "peak\nrate", "floor", "decay", "steps"):
         left, limit = title in ("preset", "query"), 10 if title == "query" else None
         table.add_column(title, overflow="fold", max_width=limit, justify="left" if left else "right")
     for row in rows:
-        figures = (f"{row['lr']:.3g}", f"{row['min_lr']:.3g}", f"{row['weight_decay']:.4g}")
+        figures = (*(rate(float(f"{row[key]:.3g}")) for key in ("lr", "min_lr")), f"{row['weight_decay']:.4g}")
         table.add_row(row["name"], f"{row['non_embedding']:,}", row["query"], *figures, f"{row['steps']:,}")
     Console().print(table)
     return 0

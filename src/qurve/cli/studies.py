@@ -6,15 +6,20 @@ import contextlib
 import dataclasses
 import json
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
+from tyro.extras import SubcommandApp
 
 from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option, plain
 from qurve.errors import EXIT_FAILED, BadInput
 from qurve.files import LOCK
+
+if TYPE_CHECKING:
+    from qurve.study.ladder_results import LadderResults
 
 MOST_SEEDS = 1000
 
@@ -51,6 +56,9 @@ def compare(
     gpus_per_run: Annotated[
         float | None, option(metavar="X", help="With --ray: GPUs of each run, or a share of one. Default: 0.")
     ] = None,
+    pool: Annotated[
+        Path | None, option(metavar="DIR", help="Make the runs in this folder, and none that is there already.")
+    ] = None,
     steps: Annotated[int | None, option(metavar="N", help="Steps of every run, instead of the study's own.")] = None,
     device: Device = None,
     settings: Settings = (),
@@ -58,8 +66,8 @@ def compare(
 ) -> int:
     """Train every arm of a study with the same seeds on the same batches, then report which differences are real.
 
-    Runs that are finished already are kept and unfinished ones continued: the same command goes on with a study that
-    was cut short.
+    A study with a search first finds each arm's settings, with the same budget for each. Runs that are finished already
+    are kept and unfinished ones continued: the same command goes on with a study that was cut short.
     """
     from qurve.study.definition import grid_study, load_study
     from qurve.study.execute import run_study
@@ -97,6 +105,7 @@ def compare(
             workers=workers,
             cluster=cluster,
             retries=retries,
+            pool=pool,
             say=plain(console),
         )
     _show_report(folder, console, as_json)
@@ -106,16 +115,25 @@ def compare(
 
 
 def report(
-    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, finished or not.")],
+    folder: Annotated[
+        Positional[Path], arg(metavar="FOLDER", help="A study's folder, or a ladder's, finished or not.")
+    ],
+    against: Annotated[
+        Path | None, option(metavar="FOLDER", help="Another study's folder: compare the arms that both have.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a study's report anew from its runs: report.html, table.csv, table.tex, figures."""
-    _show_report(folder, console_for(as_json), as_json)
+    """Write a study's report anew from its runs: report.html, report.md, table.csv, table.tex, figures."""
+    _show_report(folder, console_for(as_json), as_json, against)
     return 0
 
 
-def study(
-    action: Annotated[Positional[Literal["status"]], arg(help="What to do with the study.")],
+study = SubcommandApp()
+"""The actions on a study, and on a ladder of them: `qurve study status`, `plan`, `ladder`."""
+
+
+@study.command(name="status")
+def study_status(
     folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder, or a run's.")],
     as_json: Json = False,
 ) -> int:
@@ -130,6 +148,48 @@ def study(
     return 0
 
 
+@study.command(name="plan")
+def study_plan(
+    study: Annotated[
+        Positional[str], arg(metavar="STUDY", help="A built-in study (small, paper, zoo) or a Python file.")
+    ] = "small",
+    effect: Annotated[
+        str, option(metavar="X%", help="The gain to be seen, in per cent of the baseline's loss. Default: 0.2%.")
+    ] = "0.2%",
+    known: Annotated[
+        Path | None,
+        option(name="from", metavar="FOLDER|FILE", help="A study, or its evidence.json, that shows noise and speed."),
+    ] = None,
+    pool: Annotated[Path | None, option(metavar="DIR", help="Say how many of the runs are in this pool.")] = None,
+    data: Data = None,
+    settings: Settings = (),
+    as_json: Json = False,
+) -> int:
+    """What a study will take, its search with it, and how many seeds it needs. Nothing is created.
+
+    A pool is looked into for what this machine would make by itself: data, device and threads are those of a run, too.
+    """
+    from qurve.study.definition import load_study
+    from qurve.study.execute import made_already
+    from qurve.study.noise import known_from
+    from qurve.study.plan import built_in_knowledge, make_plan, parse_effect, plan_table
+
+    wanted, fraction = load_study(study).change(settings), parse_effect(effect)
+    knowledge, made = built_in_knowledge(study) if known is None else known_from(known), None
+    if data is not None and pool is None:
+        raise BadInput("--data tells one run from another in a pool: it belongs to --pool")
+    if pool is not None:
+        config = dataclasses.replace(wanted.arms[0].config.data, **given(path=None if data is None else str(data)))
+        with tempfile.TemporaryDirectory() as folder, data_in(Path(folder), config) as opened:
+            made = made_already(wanted, opened, pool)
+    plan = make_plan(wanted, fraction, knowledge, made)
+    if as_json:
+        print(json.dumps(plan))
+    else:
+        Console().print(plan_table(plan))
+    return 0
+
+
 def watch(
     folder: Annotated[Positional[Path], arg(metavar="RUN|STUDY", help="A run's folder, or a study's.")],
 ) -> int:
@@ -141,6 +201,53 @@ def watch(
     return 0
 
 
+@study.command(name="ladder")
+def study_ladder(
+    ladder: Annotated[
+        Positional[str],
+        arg(metavar="LADDER", help="A built-in one (small, paper) or a Python file exposing LADDER."),
+    ] = "small",
+    data: Data = None,
+    out: Annotated[Path | None, option(metavar="DIR", help="Its folder. Default: runs/ladder-LADDER.")] = None,
+    workers: Annotated[
+        int | None, option(metavar="N", help="Runs at a time. Default: one per core, or one per GPU.")
+    ] = None,
+    pool: Annotated[
+        Path | None, option(metavar="DIR", help="Make the runs in this folder, and none that is there already.")
+    ] = None,
+    settings: Settings = (),
+    as_json: Json = False,
+) -> int:
+    """Make the same arms at several sizes and training lengths; says how the gain changes with scale.
+
+    Each rung is a study of full schedules. Runs that are finished already are kept: the same command goes on with a
+    ladder that was cut short.
+    """
+    from qurve.study.ladder import load_definition, refuse_foreign, run_ladder
+    from qurve.study.ladder_results import FILE
+    from qurve.study.report import write_report
+
+    wanted = load_definition(ladder).change(settings)
+    if workers is not None:
+        at_least("--workers", workers, 1)
+    folder = out or Path("runs") / f"ladder-{wanted.name}"
+    refuse_foreign(folder, wanted.name)
+    config = wanted.rungs[0].study.arms[0].config.data
+    if data is not None:
+        config = dataclasses.replace(config, path=str(data))
+    console = console_for(as_json)
+    command = " ".join(["qurve", *sys.argv[1:]])
+    with data_in(folder, config) as opened:
+        results, failed = run_ladder(
+            wanted, folder, opened, command=command, say=plain(console), workers=workers, pool=pool
+        )
+    _show_ladder(results, write_report(folder), console, as_json)
+    console.print(f"evidence: {folder / FILE}", markup=False, highlight=False, soft_wrap=True)
+    for run, reason in failed.items():
+        console.print(f"failed: {run}: {reason}", markup=False, highlight=False)
+    return EXIT_FAILED if failed else 0
+
+
 def _refuse_foreign_study(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is a file; give another --out")
@@ -149,15 +256,31 @@ def _refuse_foreign_study(folder: Path) -> None:
         raise BadInput(f"{folder} holds something that is not a study; give another --out")
 
 
-def _show_report(folder: Path, console: Console, as_json: bool) -> None:
+def _show_report(folder: Path, console: Console, as_json: bool, against: Path | None = None) -> None:
+    from qurve.study.ladder_results import FILE as LADDER
+    from qurve.study.ladder_results import load_ladder
     from qurve.study.report import write_report
     from qurve.study.results import load
     from qurve.study.statistics import overall_verdict, summary_rows
     from qurve.study.tables import terminal_table
 
-    page = write_report(folder)
+    page = write_report(folder, against)
+    if (folder / LADDER).is_file():
+        _show_ladder(load_ladder(folder), page, console, as_json)
+        return
     results = load(folder)
     console.print(terminal_table(results))
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps({"rows": summary_rows(results), "verdict": overall_verdict(results), "report": str(page)}))
+
+
+def _show_ladder(results: LadderResults, page: Path, console: Console, as_json: bool) -> None:
+    from qurve.study.ladder_results import lines, table, to_json
+
+    console.print(table(results))
+    for line in lines(results):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    if as_json:
+        print(to_json(results))

@@ -1,4 +1,5 @@
-"""Named configurations: the paper's arms, the small ones that `qurve compare` trains, those of the zoo, and `smoke`.
+"""Named configurations: the paper's arms, theirs at larger sizes, the small ones that `qurve compare` trains, those of
+the zoo, and `smoke`.
 
 `paper/*` are the runs of "Beyond Linearity in Attention Projections" (arXiv 2603.13381) and of its repository: learning
 rates, floors, decays and widths as published. `PRINTED` holds Table 1's figures as they are printed there.
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -19,7 +20,7 @@ from qurve.errors import BadInput, did_you_mean
 from qurve.model.config import ModelConfig
 from qurve.model.feed_forward import Gated, MixtureOfExperts
 from qurve.model.positions import Rope
-from qurve.presets import zoo
+from qurve.presets import scale, zoo
 from qurve.projections import Bottleneck, Identity, Linear, ProjectionConfig, Residual
 from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 
@@ -114,6 +115,7 @@ _PRESETS: dict[str, Callable[[], RunConfig]] = {
     "paper/res-gelu-wd005": lambda: _res_gelu(0.05, 2.4e-3, 3e-5),
     "paper/res-gelu-4e-3": lambda: _res_gelu(0.10, 4.0e-3, 1e-5),
     "paper/res-gelu-best": lambda: _res_gelu(0.10, 3.6e-3, 2e-5),
+    **{f"scale/{name}": partial(scale.run, name, _paper()) for name in scale.NAMES},
     "small/baseline": lambda: _small("baseline"),
     "small/mlp-4.75": lambda: _small("mlp-4.75"),
     "small/res-gelu": lambda: _small("res-gelu"),
@@ -146,7 +148,7 @@ def small(arm: str, lr: float, min_lr: float) -> RunConfig:
 
 
 def _small(arm: str) -> RunConfig:
-    chosen = small_search()["chosen"][arm]
+    chosen = small_search()["chosen"][arm]["point"]
     return small(arm, chosen["train.lr"], chosen["train.min_lr"])
 
 
@@ -170,7 +172,7 @@ MODERN_MODELS: dict[str, dict[str, Any]] = {
 
 def _modern(family: str, query: ProjectionConfig) -> RunConfig:
     """A modern block on the embedded corpus. Rate and floor are the small baseline's: no search was made for these."""
-    chosen = small_search()["chosen"]["baseline"]
+    chosen = small_search()["chosen"]["baseline"]["point"]
     baseline = small("baseline", chosen["train.lr"], chosen["train.min_lr"])
     return dataclasses.replace(
         baseline, model=dataclasses.replace(baseline.model, query=query, **MODERN_MODELS[family])

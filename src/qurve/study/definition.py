@@ -7,17 +7,19 @@ import itertools
 import json
 import math
 import pickle
-import re
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qurve import accounting, plugins, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.presets import zoo
+from qurve.study.power import LEAST_SEEDS
+from qurve.study.search import MOST_POINTS, Search, configured, point_name, short_names
+from qurve.study.searched import evidence
 from qurve.study.study_json import FORMAT, check_arm_name
 from qurve.train.config import RunConfig
 
@@ -34,9 +36,15 @@ class Arm:
     config: RunConfig
     paper: dict[str, str] | None = None
     match: accounting.Match | None = None
+    matched: str | None = None
+    """The arm whose architecture this is, trained at the baseline's best point instead of its own."""
+    seed_offset: int = 0
+    """Not 0 for an A/A arm: the baseline once more, on the same batches, with other weights. Added to `train.seed`."""
 
     def __post_init__(self) -> None:
         check_arm_name(self.name)
+        if self.seed_offset < 0:
+            raise BadInput(f"arm {self.name}: seed_offset = {self.seed_offset}: a seed is at least 0, so add to it")
 
 
 SHARED = (
@@ -62,8 +70,12 @@ class Study:
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...] = (1, 2, 3)
     baseline: str = "baseline"
-    search: dict[str, Any] | None = None
-    """Evidence of the search that the arms' settings come from, as `experiments/small_search.py` makes it."""
+    search: Search | dict[str, Any] | None = None
+    """The search that is to be made before the arms are trained, or the evidence of one that their settings come from
+    (`qurve.study.searched`)."""
+    looks: tuple[int, ...] = ()
+    """Ascending numbers of seeds at which the result may be looked at, the last one the planned number. Each may spend
+    an equal part of the 5 % (`qurve.study.statistics`). Empty: there is one look, whatever the number."""
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -86,9 +98,100 @@ class Study:
             raise BadInput(f"study {self.name}: arms are compared on val, which is not in eval.splits")
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise BadInput(f"study {self.name}: seeds must be different and at least one, not {list(self.seeds)}")
+        self._check_looks()
+        self._check_a_a()
+        if isinstance(self.search, Search):
+            self._check_search(self.search)
+
+    def _check_looks(self) -> None:
+        if not self.looks:
+            return
+        looks = ", ".join(map(str, self.looks))
+        if list(self.looks) != sorted(set(self.looks)) or self.looks[0] < LEAST_SEEDS:
+            raise BadInput(
+                f"study {self.name}: looks are ascending numbers of seeds, each at least {LEAST_SEEDS}, not {looks}"
+            )
+        if len(self.seeds) >= LEAST_SEEDS and len(self.seeds) not in self.looks:
+            raise BadInput(
+                f"study {self.name}: looks are declared at {looks} seeds, so there would be no verdict with "
+                f"{len(self.seeds)}; give it one of these numbers of seeds"
+            )
+
+    def _check_a_a(self) -> None:
+        baseline = next(arm for arm in self.arms if arm.name == self.baseline)
+        for arm in self.arms:
+            if not arm.seed_offset:
+                continue
+            if arm is baseline or arm.config != baseline.config:
+                raise BadInput(
+                    f"study {self.name}: {arm.name} has a seed_offset, so it is an A/A arm: give it the configuration "
+                    f"of the baseline, {self.baseline}, and leave that one without"
+                )
+            if both := {seed + arm.seed_offset for seed in self.seeds} & set(self.seeds):
+                raise BadInput(
+                    f"study {self.name}: with its seed_offset {arm.name} has weights of seed {min(both)}, which is "
+                    "one of the study's; take a larger one, 1000 say"
+                )
+
+    def _check_search(self, search: Search) -> None:
+        if both := set(search.seeds) & set(self.seeds):
+            raise BadInput(
+                f"study {self.name}: seed {min(both)} is one of the search and of the comparison; what is chosen with "
+                "a seed looks better with it than it is, so give the search others"
+            )
+        for path in search.paths:
+            if path.startswith((*SHARED, "train.seed")):
+                raise BadInput(f"study {self.name}: {path} cannot be searched, every arm of a study needs the same")
+        try:
+            for arm in self.arms:
+                configured(arm.config, search.first_point)
+        except BadInput as error:
+            raise BadInput(f"study {self.name}, arm {arm.name}: {error}") from None
+
+    @property
+    def configs(self) -> dict[str, RunConfig]:
+        """The configurations by name of the arms that a search tries: an A/A arm takes what the baseline gets."""
+        return {arm.name: arm.config for arm in self.arms if not arm.seed_offset}
+
+    def settled(self, found: dict[str, Any]) -> Study:
+        """The study after its search, whose evidence this is: each arm at its best point, and each but the baseline at
+        the baseline's best as well (`ARM@BASELINE`), unless that is the same point.
+
+        An arm without a best point stays as it is, and `is_out`.
+        """
+        chosen = {name: item["point"] for name, item in found["chosen"].items()}
+        chosen |= {arm.name: chosen[self.baseline] for arm in self.arms if arm.seed_offset}
+        common, label = chosen[self.baseline], self.arms[[a.name for a in self.arms].index(self.baseline)].label
+        own = [
+            arm
+            if (point := chosen[arm.name]) is None
+            else dataclasses.replace(arm, config=configured(arm.config, tuple(point.items())))
+            for arm in self.arms
+        ]
+        matched = [
+            Arm(
+                f"{arm.name}@{self.baseline}",
+                f"{arm.label}, settings of {label}",
+                configured(arm.config, tuple(common.items())),
+                match=arm.match,
+                matched=arm.name,
+            )
+            for arm in self.arms
+            if common is not None and chosen[arm.name] != common
+        ]
+        return dataclasses.replace(self, arms=(*own, *matched), search=found)
+
+    def is_out(self, arm: Arm) -> bool:
+        """Whether the arm's search is over and found no point at which it trains: there is nothing to run."""
+        name = self.baseline if arm.seed_offset else arm.name
+        return isinstance(self.search, dict) and self.search.get("chosen", {}).get(name, {"point": ()})["point"] is None
 
     def change(self, settings: Sequence[str] = (), **train: Any) -> Study:
         """The same settings applied to every arm."""
+        searched = self.search.paths if isinstance(self.search, Search) else ()
+        for path in [setting.partition("=")[0].strip() for setting in settings] + [f"train.{name}" for name in train]:
+            if path in searched:
+                raise BadInput(f"--set {path}: study {self.name} searches it, so a value would change nothing")
 
         def changed(arm: Arm) -> Arm:
             config = dataclasses.replace(arm.config, train=dataclasses.replace(arm.config.train, **train))
@@ -99,7 +202,11 @@ class Study:
         return dataclasses.replace(self, arms=tuple(changed(arm) for arm in self.arms))
 
     def run_config(self, arm: Arm, seed: int) -> RunConfig:
-        return dataclasses.replace(arm.config, train=dataclasses.replace(arm.config.train, seed=seed))
+        """The arm with this seed. An A/A arm keeps the batches of the seed, and takes its weights from another one."""
+        config = arm.config
+        if arm.seed_offset and config.data.order_seed is None:
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, order_seed=seed))
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed + arm.seed_offset))
 
     def to_json(self, command: str, earlier_seeds: Sequence[Sequence[int]] = ()) -> str:
         """`study.json`: what the report needs to know beyond the runs."""
@@ -116,6 +223,8 @@ class Study:
                     "flops_per_token": cost.flops_per_token,
                     "paper": arm.paper,
                     "match": None if arm.match is None else str(arm.match),
+                    "matched": arm.matched,
+                    "seed_offset": arm.seed_offset,
                 }
             )
         tree = {
@@ -124,46 +233,55 @@ class Study:
             "title": self.title,
             "baseline": self.baseline,
             "seeds": list(self.seeds),
+            "looks": list(self.looks),
             "earlier_seeds": [list(seeds) for seeds in earlier_seeds],
             "command": command,
             "arms": arms,
-            "search": self.search,
+            "search": evidence(self.search, self.configs, ()) if isinstance(self.search, Search) else self.search,
         }
         return json.dumps(tree, indent=2) + "\n"
 
 
+Kind = TypeVar("Kind")
+
+
 def load_study(name: str) -> Study:
     """A built-in study by name, or the `STUDY` of a Python file by path. Raises `BadInput` for anything else."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
+    return defined(name, Study, BUILT_IN)
+
+
+def defined(name: str, kind: type[Kind], built_in: Mapping[str, Callable[[], Kind]]) -> Kind:
+    """One of the built-in ones by name, or what a Python file exposes: a `Study` as `STUDY`, for instance.
+
+    Raises `BadInput` for anything else, and for what worker processes could not be given.
+    """
+    what = kind.__name__
+    if name in built_in:
+        return built_in[name]()
     if not name.endswith(".py"):
         raise BadInput(
-            f"there is no study {name!r}{did_you_mean(name, BUILT_IN)} (or give a Python file, *.py, exposing STUDY)"
+            f"there is no {what.lower()} {name!r}{did_you_mean(name, built_in)} (or give a Python file, *.py, exposing "
+            f"{what.upper()})"
         )
     if not Path(name).is_file():
         raise BadInput(f"there is no file {name}")
     plugins.make_importable(Path(name).parent)
     try:
-        study = runpy.run_path(name).get("STUDY")
+        found = runpy.run_path(name).get(what.upper())
     except QurveError:
         raise
     except Exception as error:  # anything can go wrong in a file that somebody wrote
         raise BadInput(f"{name} cannot be run: {type(error).__name__}: {error}") from error
-    if not isinstance(study, Study):
-        raise BadInput(f"{name} does not expose a qurve Study as STUDY")
+    if not isinstance(found, kind):
+        raise BadInput(f"{name} does not expose a qurve {what} as {what.upper()}")
     try:
-        pickle.dumps(study)
+        pickle.dumps(found)
     except Exception as error:
         raise BadInput(
             f"{name} cannot be given to worker processes ({error}); define a kind of your own in a file beside the "
-            "study, and import it from there"
+            f"{what.lower()}, and import it from there"
         ) from None
-    return study
-
-
-MOST_POINTS = 1000
-MOST_LETTERS = 100
-"""Of a point's name, which becomes a folder."""
+    return found
 
 
 def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -> Study:
@@ -180,11 +298,10 @@ def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -
         raise BadInput("--grid: a path is given twice; write all of its values into one, separated by commas")
     if (size := math.prod(map(len, axes.values()))) > MOST_POINTS:
         raise BadInput(f"--grid: {size:,} points, and at most {MOST_POINTS:,} are taken")
-    names = _short_names(list(axes))
+    names = short_names(list(axes))
     arms: dict[str, Arm] = {}
     for values in itertools.product(*axes.values()):
-        parts = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-        label = ", ".join(parts)
+        label = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         try:
             config = apply_settings(base, [f"{path}={value}" for path, value in zip(axes, values, strict=True)])
         except BadInput as error:
@@ -192,7 +309,7 @@ def grid_study(preset: str, grid: Sequence[str], settings: Sequence[str] = ()) -
         key = content_hash(config)
         if key in arms:
             raise BadInput(f"--grid: the points {arms[key].label} and {label} are the same configuration")
-        name = "+".join(re.sub(r"[^A-Za-z0-9._=@+-]+", "-", part).strip("-") for part in parts)[:MOST_LETTERS]
+        name = point_name(dict(zip(axes, values, strict=True)))
         taken = {arm.name for arm in arms.values()}
         arms[key] = Arm(name if name not in taken else f"{name}-{len(arms) + 1}", label, config)
     first = next(iter(arms.values()))
@@ -219,15 +336,6 @@ def _axis(text: str) -> tuple[str, list[str]]:
     if path.startswith(SHARED):
         raise BadInput(f"--grid {path}: every arm of a study needs the same; --set {path}=… sets it for all of them")
     return path, values
-
-
-def _short_names(paths: Sequence[str]) -> list[str]:
-    """The last part of each path, with as many of those before it as it takes to tell all of them apart."""
-    for length in itertools.count(1):
-        names = [".".join(path.split(".")[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    raise AssertionError("paths are different")
 
 
 LABELS = {

@@ -6,19 +6,21 @@ import hashlib
 import json
 from typing import Any
 
-from qurve.study.results import Run, StudyResults
+from qurve.config import differences
+from qurve.study.results import Arm, Run, StudyResults
 from qurve.study.statistics import overall_verdict, summary_rows
 
 FORMAT = 1
 
 
 def evidence_json(results: StudyResults) -> str:
-    """Rows and verdict as reported, and of every run its curve, the digest of its batches, and where it was made."""
+    """Rows, verdict and split as reported, and of every run its curves, its batches' digest, and where it was made."""
     tree = {
         "format": FORMAT,
         "name": results.name,
         "title": results.title,
         "command": results.command,
+        "split": results.split,
         "verdict": overall_verdict(results),
         "rows": summary_rows(results),
         "configs": {arm.name: arm.config for arm in results.arms},
@@ -36,8 +38,56 @@ def _run(run: Run) -> dict[str, Any]:
         "why": run.why,
         "steps": run.step,
         "val": run.val,
+        **({"test": run.test} if run.test else {}),
         "last_train_loss": run.train[-1][1] if run.train else None,
         "batches_sha256": hashlib.sha256(digests.encode()).hexdigest(),
         "tokens_per_s": run.tokens_per_s,
         "environment": run.environment,
+    }
+
+
+MACHINE = ("platform", "cpu", "cores", "gpu", "torch", "precision", "threads", "compiled")
+
+
+def compact_evidence(results: StudyResults) -> dict[str, Any]:
+    """The same without the curves, for studies of many arms: rows, and of every arm what it changes and each seed's
+    last losses (null where the run did not finish; `unfinished` says why)."""
+    from qurve.study.stability import scale_of  # which takes numpy along
+
+    return {
+        "format": FORMAT,
+        "name": results.name,
+        "title": results.title,
+        "command": results.command,
+        "machine": machine(results),
+        "scale": scale_of(results),
+        "split": results.split,
+        "seeds": list(results.seeds),
+        "baseline": results.baseline.name,
+        "rows": summary_rows(results),
+        "arms": [_arm(results, arm) for arm in results.arms],
+    }
+
+
+def machine(results: StudyResults) -> dict[str, Any]:
+    """Where the runs were made; a list where they were not made alike."""
+    found: dict[str, Any] = {}
+    for key in MACHINE:
+        values = [run.environment[key] for run in results.runs if key in run.environment]
+        alike = list({json.dumps(value): value for value in values}.values())
+        if alike:
+            found[key] = alike[0] if len(alike) == 1 else alike
+    return found
+
+
+def _arm(results: StudyResults, arm: Arm) -> dict[str, Any]:
+    changes = differences(results.baseline.config, arm.config)
+    return {
+        "arm": arm.name,
+        "label": arm.label,
+        "changes": {path: mine for path, (_, mine) in changes.items()},
+        "match": arm.match,
+        "val_loss": {str(seed): run.val_loss for seed, run in arm.runs.items()},
+        "final_loss": {str(seed): run.final_loss for seed, run in arm.runs.items()},
+        "unfinished": [f"seed {run.seed} {run.in_words}" for run in arm.unfinished],
     }

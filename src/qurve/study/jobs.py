@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Literal
 
 from qurve.config import content_hash, from_dict, hashed_differences
 from qurve.data.loader import TokenData
-from qurve.errors import BadInput, Diverged, QurveError, Stopped
+from qurve.errors import BadInput, Busy, Diverged, QurveError, Stopped
 from qurve.runfolder import RunFolder
 from qurve.study.definition import Arm, Study
+from qurve.study.search import Score, Trial, trial_config, trial_name
 from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
 
@@ -23,6 +25,8 @@ class Job:
     seed: int
     config: RunConfig
     folder: Path
+    link: Path | None = None
+    """Where the study finds it, when `folder` is a pool's."""
 
     @property
     def name(self) -> str:
@@ -33,8 +37,9 @@ class Job:
 class Outcome:
     """What became of a run. Plain words, not the exception itself: not every exception can cross to another process."""
 
-    kind: Literal["made", "failed", "died", "lost", "stopped"]
-    """`made`: finished or diverged, nothing is left to do. `died`: its process is gone; `lost`: so is the machine."""
+    kind: Literal["made", "failed", "died", "lost", "busy", "stopped"]
+    """`made`: finished or diverged, nothing is left to do. `died`: its process is gone; `lost`: so is the machine.
+    `busy`: another process, of another study, is making it."""
     words: str
 
 
@@ -46,8 +51,33 @@ def jobs_of(study: Study, folder: Path) -> list[Job]:
     return [
         Job(arm, seed, study.run_config(arm, seed), run_path(folder, arm.name, seed))
         for arm in study.arms
+        if not study.is_out(arm)
         for seed in study.seeds
     ]
+
+
+def trial_jobs(study: Study, trials: list[Trial], folder: Path) -> list[Job]:
+    """The runs of a search, in the order of its trials, each below `folder`/search."""
+    arms, found = {arm.name: arm for arm in study.arms}, []
+    for trial in trials:
+        arm = arms[trial.arm]
+        name, config = trial_name(trial, arm.config), trial_config(arm.config, trial)
+        path = run_path(folder / "search", name, trial.seed)
+        found.append(Job(Arm(name, name, config), trial.seed, config, path))
+    return found
+
+
+def scored(trial: Trial, job: Job) -> Score | None:
+    """What came of a trial that is made; None for one that is not, or cannot be read."""
+    try:
+        if not is_made(job):
+            return None
+        run = RunFolder(job.folder)
+        status, losses = str(run.status()["status"]), run.eval_lines()
+    except (QurveError, OSError):
+        return None
+    loss = losses[-1]["loss"] if status == "finished" and losses else None
+    return Score(trial, loss if loss is not None and math.isfinite(loss) else None, status)
 
 
 def resolved(configs: list[RunConfig], threads: int, data_folder: str) -> list[RunConfig]:
@@ -94,10 +124,17 @@ def earlier_seeds(study: Study, folder: Path) -> list[list[int]]:
     if not file.exists():
         return []
     before = read_study(file)
-    name, arms, seeds = before["name"], [arm["name"] for arm in before["arms"]], before["seeds"]
+    name, seeds = before["name"], before["seeds"]
+    arms = [arm["name"] for arm in before["arms"] if arm.get("matched") is None]  # matched ones are the search's
     earlier: list[list[int]] = before.get("earlier_seeds", [])
     if name != study.name or not set(arms) <= {arm.name for arm in study.arms}:
         raise BadInput(f"{folder} holds the study {name!r} with the arms {', '.join(arms)}; give another --out")
+    if (declared := before.get("looks", [])) != list(study.looks):
+        there, here = (", ".join(map(str, looks)) or "none" for looks in (declared, study.looks))
+        raise BadInput(
+            f"{folder} holds the study with other declared looks ({there} there, {here} now), and they are declared "
+            "before the first run; give another --out"
+        )
     return earlier if seeds == list(study.seeds) else [*earlier, seeds]
 
 
@@ -115,6 +152,8 @@ def make(job: Job, device: str, data_folder: str) -> Outcome:
         return Outcome("made", f"diverged ({error})")
     except Stopped as error:
         return Outcome("stopped", str(error))
+    except Busy as error:
+        return Outcome("busy", str(error))
     except Exception as error:  # reported, counted and carried to the exit code; the other runs go on
         return Outcome("failed", str(error) or type(error).__name__)
 

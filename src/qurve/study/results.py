@@ -21,8 +21,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
+from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
 
 
@@ -45,6 +47,10 @@ class Run:
     step: int
     """Updates done, as far as the metrics tell."""
     environment: dict[str, Any]
+    test: tuple[tuple[int, float], ...] = ()
+    """(step, loss on the test split), as `val`."""
+    split: str = "val"
+    """The split that the study reports on."""
 
     @property
     def finished(self) -> bool:
@@ -54,6 +60,11 @@ class Run:
     def val_loss(self) -> float | None:
         """The last validation loss of a finished run, else None: never the last finite value of one that broke."""
         return self.val[-1][1] if self.finished else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last loss of a finished run on the split that the study reports on, else None."""
+        return (self.test if self.split == "test" else self.val)[-1][1] if self.finished else None
 
     @property
     def in_words(self) -> str:
@@ -78,6 +89,10 @@ class Arm:
     match: str | None
     """How near it comes to what it is matched with, in words, if it was solved for."""
     runs: dict[int, Run]
+    matched: str | None = None
+    """The arm whose architecture this is, trained at the baseline's best point instead of its own."""
+    seed_offset: int = 0
+    """Not 0 for an A/A arm: the baseline once more, on the same batches, with other weights."""
 
     @property
     def finished(self) -> list[Run]:
@@ -99,6 +114,12 @@ class Arm:
         return statistics.fmean(losses) if losses else None
 
     @property
+    def final_loss(self) -> float | None:
+        """Mean over the finished seeds, on the split that the study reports on."""
+        losses = [loss for run in self.finished if (loss := run.final_loss) is not None]
+        return statistics.fmean(losses) if losses else None
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Median over the seeds; training time alone."""
         speeds = [run.tokens_per_s for run in self.runs.values() if run.tokens_per_s is not None]
@@ -113,42 +134,6 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Score:
-    """One run of the learning-rate search; `val_loss` is None where it did not finish."""
-
-    arm: str
-    lr: float
-    min_lr: float
-    seed: int
-    val_loss: float | None
-    status: str
-
-
-@dataclass(frozen=True)
-class Chosen:
-    lr: float
-    min_lr: float
-    val_loss: float | None
-
-
-@dataclass(frozen=True)
-class Search:
-    evidence: str
-    seeds: tuple[int, ...]
-    steps: int | None
-    chosen: dict[str, Chosen]
-    scores: tuple[Score, ...]
-
-    def grid(self, arm: str) -> dict[tuple[float, float], float | None]:
-        """(lr, min_lr) -> mean validation loss over the search's seeds; None where any of them did not finish."""
-        cells: dict[tuple[float, float], list[float | None]] = {}
-        for score in self.scores:
-            if score.arm == arm:
-                cells.setdefault((score.lr, score.min_lr), []).append(score.val_loss)
-        return {point: _mean_or_none(losses) for point, losses in sorted(cells.items())}
-
-
-@dataclass(frozen=True)
 class StudyResults:
     folder: Path
     name: str
@@ -158,13 +143,32 @@ class StudyResults:
     arms: tuple[Arm, ...]
     """All arms in the study's order, the baseline among them."""
     seeds: tuple[int, ...]
-    search: Search | None
+    search: Searched | None
     earlier_seeds: tuple[tuple[int, ...], ...] = ()
     """The sets of seeds that the study was run with before this one."""
+    looks: tuple[int, ...] = ()
+    """The numbers of seeds at which a look at the result was declared before the first run."""
+    split: str = "val"
+    """What the arms are compared on: `test` where a search chose on `val` and the runs were evaluated on both."""
 
     @property
     def others(self) -> list[Arm]:
         return [arm for arm in self.arms if arm.name != self.baseline.name]
+
+    @property
+    def primary(self) -> list[Arm]:
+        """The arms that a claim may be made of: the study's own beside the baseline, after a search each at its own
+        best point, but for A/A arms."""
+        return [arm for arm in self.others if arm.matched is None and not arm.seed_offset]
+
+    @property
+    def matched(self) -> list[Arm]:
+        """The same architectures at the baseline's best point."""
+        return [arm for arm in self.others if arm.matched is not None]
+
+    @property
+    def split_in_words(self) -> str:
+        return {"val": "validation", "test": "test"}[self.split]
 
     @property
     def runs(self) -> list[Run]:
@@ -172,11 +176,10 @@ class StudyResults:
 
     @property
     def best(self) -> Arm | None:
-        """The arm of the lowest mean loss among those whose every seed has finished."""
-        whole = [
-            (loss, i) for i, arm in enumerate(self.arms) if not arm.unfinished and (loss := arm.val_loss) is not None
-        ]
-        return self.arms[min(whole)[1]] if whole else None
+        """The arm of the lowest mean loss among the study's own whose every seed has finished."""
+        own = [arm for arm in self.arms if arm.matched is None and not arm.seed_offset]
+        whole = [(loss, i) for i, arm in enumerate(own) if not arm.unfinished and (loss := arm.final_loss) is not None]
+        return own[min(whole)[1]] if whole else None
 
     @cached_property
     def batches(self) -> BatchProof:
@@ -197,7 +200,9 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
     tree = read_study(source)
     try:
         seeds = tuple(tree["seeds"])
-        arms = tuple(_arm(folder, item, seeds) for item in tree["arms"])
+        search = None if tree.get("search") is None else read_evidence(tree["search"])
+        split = "test" if search is not None and all(_is_tested(item) for item in tree["arms"]) else "val"
+        arms = tuple(_arm(folder, item, seeds, split, search) for item in tree["arms"])
         names = [arm.name for arm in arms]
         if tree["baseline"] not in names:
             raise BadInput(
@@ -211,8 +216,10 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
             baseline=arms[names.index(tree["baseline"])],
             arms=arms,
             seeds=seeds,
-            search=None if tree.get("search") is None else _search(tree["search"]),
+            search=search,
             earlier_seeds=tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ())),
+            looks=tuple(tree.get("looks", ())),
+            split=split,
         )
     except KeyError as error:
         raise BadInput(f"{source}: the field {error} is missing") from None
@@ -222,19 +229,31 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
         raise BadInput(f"{source} is damaged: a field has the wrong type ({error})") from None
 
 
-def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int]) -> Arm:
+def _is_tested(arm: dict[str, Any]) -> bool:
+    return "test" in arm["config"].get("eval", {}).get("splits", ())
+
+
+def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, search: Searched | None) -> Arm:
     name = item["name"]
+    chosen = None if search is None else search.chosen.get(name)
+    if chosen is not None and chosen.point is None:
+        why = "not one point of its search was finished with every seed"
+        runs = {seed: Run(name, seed, "diverged", why, (), (), {}, None, 0, {}) for seed in seeds}
+    else:
+        runs = {seed: _run(folder / "runs" / name / f"seed-{seed}", name, seed, split) for seed in seeds}
     paper = item.get("paper")
     arm = Arm(
         name=name,
         label=one_line(item.get("label") or name),
         config=dict(item["config"]),
         non_embedding=_positive(item["non_embedding"]),
-        total=int(item["total"]),
+        total=_positive(item["total"]),
         flops_per_token=float(item["flops_per_token"]),
         paper=None if paper is None else {key: one_line(value) for key, value in paper.items() if value is not None},
         match=None if item.get("match") is None else one_line(item["match"]),
-        runs={seed: _run(folder / "runs" / name / f"seed-{seed}", name, seed) for seed in seeds},
+        runs=runs,
+        matched=None if item.get("matched") is None else one_line(item["matched"]),
+        seed_offset=item.get("seed_offset", 0),
     )
     for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps"):
         if (value := arm.setting(path)) is not None:
@@ -242,28 +261,29 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int]) -> Arm:
     return arm
 
 
-def _run(path: Path, arm: str, seed: int) -> Run:
+def _run(path: Path, arm: str, seed: int, split: str) -> Run:
     try:
-        return _found(RunFolder(path), arm, seed)
+        return _found(RunFolder(path), arm, seed, split)
     except (QurveError, OSError, TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
         return Run(arm, seed, "damaged", one_line(error), (), (), {}, None, 0, {})  # the other runs are as they are
 
 
-def _found(run: RunFolder, arm: str, seed: int) -> Run:
+def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
     if not run.status_file.exists():  # written last when a run starts
         return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
     state, environment = run.status(), run.environment()
     check_plain(environment)
     lines = list(run.metrics())
     train = {int(line["step"]): line for line in lines if "split" not in line}  # of a resumed step the last line counts
-    val = {int(line["step"]): line for line in lines if line.get("split") == "val"}
+    val, test = ({int(line["step"]): line for line in lines if line.get("split") == s} for s in ("val", "test"))
     status, why = one_line(state.get("status")), one_line(state.get("why", ""))
-    if status == "finished":
-        last = val[max(val)].get("loss") if val else None
-        if last is None:
-            status, why = "failed", "finished without a validation loss"
-        elif not math.isfinite(last):
-            status, why = "diverged", "its last validation loss is not finite"
+    for measured, what in ((val, "validation"), (test, "test"))[: 1 if split == "val" else 2]:
+        if status == "finished":
+            last = measured[max(measured)].get("loss") if measured else None
+            if last is None:
+                status, why = "failed", f"finished without a {what} loss"
+            elif not math.isfinite(last):
+                status, why = "diverged", f"its last {what} loss is not finite"
     newest = train[max(train)] if train else {}
     seconds = newest.get("seconds") or 0
     return Run(
@@ -279,38 +299,14 @@ def _found(run: RunFolder, arm: str, seed: int) -> Run:
         tokens_per_s=newest["tokens"] / seconds if seconds > 0 else None,
         step=max(train, default=int(state.get("step") or 0)),
         environment=environment,
+        test=_losses(test),
+        split=split,
     )
 
 
 def _losses(lines: dict[int, dict[str, Any]]) -> tuple[tuple[int, float], ...]:
     pairs = ((step, line.get("loss")) for step, line in sorted(lines.items()))
     return tuple((step, float(loss)) for step, loss in pairs if loss is not None and math.isfinite(loss))
-
-
-def _search(tree: dict[str, Any]) -> Search:
-    def finite(value: float | None) -> float | None:
-        return float(value) if value is not None and math.isfinite(value) else None
-
-    return Search(
-        evidence=one_line(tree.get("evidence", "")),
-        seeds=tuple(int(seed) for seed in tree.get("seeds", ())),
-        steps=None if tree.get("steps") is None else _number(tree["steps"], "search.steps", int),
-        chosen={
-            arm: Chosen(float(point["train.lr"]), float(point["train.min_lr"]), finite(point.get("val_loss")))
-            for arm, point in tree["chosen"].items()
-        },
-        scores=tuple(
-            Score(
-                arm=str(item["arm"]),
-                lr=float(item["train.lr"]),
-                min_lr=float(item["train.min_lr"]),
-                seed=int(item["seed"]),
-                val_loss=finite(item.get("val_loss")),
-                status=str(item.get("status", "")),
-            )
-            for item in tree["scores"]
-        ),
-    )
 
 
 def _digest(text: Any) -> str:
@@ -326,14 +322,9 @@ def _number(value: Any, what: str, kind: Any) -> Any:
 
 
 def _positive(value: Any) -> int:
-    if int(value) < 1:
+    if not 1 <= int(value) <= LARGEST:
         raise ValueError(f"{value!r} parameters")
     return int(value)
-
-
-def _mean_or_none(losses: list[float | None]) -> float | None:
-    finite = [loss for loss in losses if loss is not None]
-    return statistics.fmean(finite) if finite and len(finite) == len(losses) else None
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -451,35 +442,49 @@ def doubts(results: StudyResults) -> list[str]:
 
 
 def search_doubts(results: StudyResults) -> list[str]:
-    """What a sceptical reader should know of the learning-rate search."""
+    """What a sceptical reader should know of the search that the arms' settings come from."""
     search = results.search
     if search is None:
         return ["No learning-rate search is recorded: each arm ran at the rate that its configuration gives."]
-    found = []
-    tried = {arm.name: {(s.lr, s.min_lr, s.seed) for s in search.scores if s.arm == arm.name} for arm in results.arms}
-    if any(a != b for a, b in pairwise(tried.values())):
+    found, arms = [], [arm for arm in results.arms if arm.matched is None and not arm.seed_offset]
+    if search.flops is not None:
+        found.append(f"Each arm's search had the same FLOPs ({search.flops:.3g}), not the same number of points.")
+    elif any(a != b for a, b in pairwise(search.offered(arm.name) for arm in arms)):
         found.append("The arms were not searched over the same grid and seeds.")
-    for arm in results.arms:
-        chosen, grid = search.chosen.get(arm.name), search.grid(arm.name)
+    for arm in arms:
+        chosen, points = search.chosen.get(arm.name), search.points(arm.name)
         if chosen is None:
             found.append(f"{arm.label}: the search has chosen no rate for it.")
             continue
-        finite = {point: loss for point, loss in grid.items() if loss is not None}
-        if finite and finite.get((chosen.lr, chosen.min_lr), math.inf) > min(finite.values()):
+        if chosen.point is None:
+            found.append(f"{arm.label}: no point of its search was finished with every seed, so it was not trained.")
+            continue
+        finite = {frozenset(point): loss for point, loss in points.items() if loss is not None}
+        if finite and finite.get(frozenset(chosen.point), math.inf) > min(finite.values()):
             found.append(f"{arm.label}: the chosen point is not the one of the lowest loss in its search.")
-        rates = sorted({lr for lr, _ in grid})
-        if chosen.lr in (rates[:1] + rates[-1:]):
+        for axis, value, low, high in search.edges(arm.name):
             found.append(
-                f"{arm.label}: the chosen peak rate {chosen.lr:g} is at the edge of its grid "
-                f"({rates[0]:g} to {rates[-1]:g}); a better one may lie outside."
+                f"{arm.label}: the chosen {'peak rate' if axis == 'train.lr' else axis} {value:g} is at the edge of "
+                f"its grid ({low:g} to {high:g}); a better one may lie outside."
             )
         if search.steps is not None and arm.setting("train.steps") not in (None, search.steps):
             found.append(
                 f"{arm.label}: trained for {arm.setting('train.steps'):,} steps, though its rate was searched at "
                 f"{search.steps:,}."
             )
-        for path, value in (("train.lr", chosen.lr), ("train.min_lr", chosen.min_lr)):
+        for path, wanted in chosen.point:
             used = arm.setting(path)
-            if used is not None and not math.isclose(used, value, rel_tol=1e-9):
-                found.append(f"{arm.label}: trained at {path} = {used:g}, though the search chose {value:g}.")
+            if used is not None and not _is_close(used, wanted):
+                found.append(
+                    f"{arm.label}: trained at {path} = {_short(used)}, though the search chose {_short(wanted)}."
+                )
     return found
+
+
+def _is_close(a: Any, b: Any) -> bool:
+    numbers = all(isinstance(value, int | float) for value in (a, b))
+    return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -72,12 +72,17 @@ def _check(tree: Any) -> None:
         for seed in seeds:
             if type(seed) is not int or seed < 0:
                 raise BadInput(f"a seed is a whole number from 0, not {seed!r}")
+    looks = tree.get("looks", [])
+    if not isinstance(looks, list) or not all(type(look) is int and look > 0 for look in looks):
+        raise BadInput(f"'looks' are numbers of seeds, not {looks!r}")
     for arm in tree["arms"]:
         if not isinstance(arm, dict):
             raise BadInput(f"an arm has the wrong type: {arm!r}")
         check_arm_name(arm.get("name"))
         if not isinstance(arm.get("config"), dict) or not isinstance(arm["config"].get("train", {}), dict):
             raise BadInput(f"the configuration of {arm['name']} has the wrong type")
+        if type(offset := arm.get("seed_offset", 0)) is not int or offset < 0:
+            raise BadInput(f"the seed_offset of {arm['name']} is a whole number from 0, not {offset!r}")
     names = [arm["name"] for arm in tree["arms"]]
     if len(set(names)) < len(names):
         raise BadInput(f"two arms have the same name (arms: {', '.join(names)})")

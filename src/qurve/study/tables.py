@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qurve.accounting import utilisation
 from qurve.study.results import Arm, Run, StudyResults
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 NONE = "–"
+AT_BASELINE = "At the baseline's best point"
 
 
 def signed(value: float | None, digits: int, unit: str = "") -> str:
@@ -31,6 +33,37 @@ def plain(value: float | None, digits: int) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
+def chance(p: float | None) -> str:
+    """A p value in five signs: `.0625`, `<1e-4`, `1`."""
+    if p is None:
+        return NONE
+    return "<1e-4" if p < 1e-4 else f"{p:.4f}".removeprefix("0").rstrip("0").removesuffix(".")
+
+
+def sign_flip(row: Mapping[str, Any]) -> str:
+    """The sign-flip test's p in one of `summary_rows`, with the smallest that its seeds can reach: `.5 (≥ .25)`."""
+    if row["p_signflip"] is None:
+        return NONE
+    return f"{chance(row['p_signflip'])} (≥ {chance(row['p_signflip_least'])})"
+
+
+class Bounded(Protocol):
+    """A number with the ends of its interval, or None for both."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def low(self) -> float | None: ...
+    @property
+    def high(self) -> float | None: ...
+
+
+def with_interval(found: Bounded, write: Callable[[float], str], unit: str = "") -> str:
+    """`+2.40 % [+2.10, +2.70]`, or the number alone."""
+    interval = "" if found.low is None or found.high is None else f" [{write(found.low)}, {write(found.high)}]"
+    return write(found.value) + unit + interval
+
+
 def rate(value: float | None) -> str:
     """A hyperparameter as people write it: 6e-4, 0.1."""
     if value is None:
@@ -40,9 +73,9 @@ def rate(value: float | None) -> str:
 
 
 def loss_in_words(arm: Arm) -> str:
-    """The arm's mean loss, or what became of it: never blank, never the last value of a run that broke."""
-    if arm.val_loss is not None:
-        return plain(arm.val_loss, 4) + (f" ({arm.diverged} diverged)" if arm.diverged else "")
+    """The arm's mean final loss, or what became of it: never blank, never the last value of a run that broke."""
+    if arm.final_loss is not None:
+        return plain(arm.final_loss, 4) + (f" ({arm.diverged} diverged)" if arm.diverged else "")
     return ", ".join(dict.fromkeys("not run" if run.status == "missing" else run.status for run in arm.unfinished))
 
 
@@ -52,8 +85,12 @@ def delta_parameters(arm: Arm, baseline: Arm) -> float:
 
 
 def signed_parameters(arm: Arm, baseline: Arm) -> str:
+    """The same in words."""
+    return signed_change(delta_parameters(arm, baseline))
+
+
+def signed_change(change: float) -> str:
     """`+12.5 %`; small changes keep the digits that tell them from none."""
-    change = delta_parameters(arm, baseline)
     return signed(change, 1 if change == 0 or abs(change) >= 1 else 2 if abs(change) >= 0.1 else 3, "%")
 
 
@@ -75,9 +112,20 @@ def terminal_table(results: StudyResults) -> Group:
 
     table = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", padding=(0, 0, 0, 1))
     table.add_column("arm", overflow="fold")
-    for name in ("seeds", "N.E.\nparams", "val loss", "diff\n[95 %]", "ΔLL", "ΔPPX", "tokens/s"):
+    for name in (
+        "seeds",
+        "N.E.\nparams",
+        f"{results.split} loss",
+        "diff\n[95 %]",
+        "p\nHolm\nflip",
+        "ΔLL\nΔPPX",
+        "tokens/s",
+    ):
         table.add_column(name, justify="right", no_wrap=True)  # 80 columns must not cost a digit
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
+        if arm in results.matched[:1]:
+            table.add_section()
+            table.add_row(f"{AT_BASELINE}:")
         diff = signed(row["diff"], 4)
         if row["diff_low"] is not None:
             diff += f"\n[{signed(row['diff_low'], 4)},\n{signed(row['diff_high'], 4)}]"
@@ -87,8 +135,10 @@ def terminal_table(results: StudyResults) -> Group:
             f"{row['non_embedding']:,}",
             loss_in_words(arm).replace(" (", "\n("),
             diff,
-            signed(row["dll_percent"], 2, "%"),
-            signed(row["dppx_percent"], 2, "%"),
+            "\n".join(chance(row[key]) for key in ("p", "p_holm", "p_signflip")) if row["p"] is not None else NONE,
+            "\n".join(signed(row[key], 2, "%") for key in ("dll_percent", "dppx_percent"))
+            if row["diff"] is not None
+            else NONE,
             plain(row["tokens_per_s"], 0),
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text, not markup: a label may hold brackets
@@ -105,8 +155,9 @@ def csv_table(results: StudyResults) -> str:
     writer = csv.DictWriter(out, [*ROW_KEYS, "diverged"], lineterminator="\n")
     writer.writeheader()
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
-        loss = loss_in_words(arm) if row["val_loss"] is None else row["val_loss"]
-        writer.writerow({**row, "val_loss": loss, "diverged": arm.diverged})
+        if row["final_loss"] is None:
+            row |= dict.fromkeys(("val_loss", "final_loss"), loss_in_words(arm))
+        writer.writerow({**row, "diverged": arm.diverged})
     return out.getvalue()
 
 
@@ -142,12 +193,14 @@ def tex_table(results: StudyResults) -> str:
         r"% needs \usepackage{booktabs}",
         r"\begin{tabular}{lrrrrrrrr}",
         r"\toprule",
-        r"Config & $\Delta$ N.E. params & $\lambda$ (WD) & $\eta_{\max}$ & $\eta_{\min}$ & Seeds & Val loss"
-        r" & $\Delta$ LL & $\Delta$ PPX \\",
+        r"Config & $\Delta$ N.E. params & $\lambda$ (WD) & $\eta_{\max}$ & $\eta_{\min}$ & Seeds"
+        rf" & {results.split.title()} loss & $\Delta$ LL & $\Delta$ PPX \\",
         r"\midrule",
     ]
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
         reference = arm.name == results.baseline.name
+        if arm in results.matched[:1]:
+            lines += [r"\midrule", rf"\multicolumn{{9}}{{l}}{{{tex_escape(AT_BASELINE)}}} \\"]
         cells: list[Any] = [
             arm.label,
             "ref." if reference else signed_parameters(arm, results.baseline),

@@ -69,7 +69,9 @@ class Watched:
         if not self.is_study:
             return [self._state(self.folder, self.folder.name, None)]
         tree = read_study(self.folder / "study.json")
-        return [
+        trials = sorted((self.folder / "search" / "runs").glob("*/seed-*"))
+        searched = [self._state(path, f"{path.parent.name}, {path.name.replace('-', ' ')}", None) for path in trials]
+        return searched + [
             self._state(
                 self.folder / "runs" / arm["name"] / f"seed-{seed}", f"{arm['name']}, seed {seed}", arm["config"]
             )

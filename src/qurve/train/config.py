@@ -136,9 +136,13 @@ class EvalConfig:
     windows: int = 2_400
     """Windows an evaluation, each as long as the context. The same for every arm; in `paper` order the authors'."""
     splits: tuple[str, ...] = ("val",)
+    attention_logits: bool = field(default=False, metadata=NOT_HASHED)
+    """Measure the largest attention logit of each block too, at each evaluation on `val`, on its first few windows."""
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.attention_logits and "val" not in self.splits:
+            raise BadInput("eval.attention_logits are measured on val, which is not in eval.splits; add it there")
         if not self.splits or len(set(self.splits)) < len(self.splits):
             raise BadInput(f"eval.splits = {list(self.splits)}: name at least one split, each once")
         for name in ("every", "windows"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qurve.analysis.attention_logits import recording
 from qurve.config import content_hash, to_json
 from qurve.data import order
 from qurve.data.loader import TokenData
@@ -40,13 +41,23 @@ from qurve.train.distributed import (
 from qurve.train.optim import build_optimizer
 from qurve.train.progress import Progress
 from qurve.train.resume import Resume, decide, find_checkpoint
-from qurve.train.runtime import autocast, describe, machine_settings, no_compiler
+from qurve.train.runtime import (
+    autocast,
+    describe,
+    forget_peak_memory,
+    machine_settings,
+    no_compiler,
+    peak_memory,
+)
 from qurve.train.schedule import learning_rate
 from qurve.train.stopping import StopRequest, how_it_ended, listening
 from qurve.train.trackers import Mirror
 from qurve.train.windows import Batch, batch, counted, evaluation_windows, training_stream, training_windows
 
 LossFunction = Callable[..., Tensor]
+
+LOGIT_WINDOWS = 8
+"""Windows of an evaluation on which attention's logits are measured."""
 
 
 @dataclass
@@ -128,6 +139,7 @@ def train(
         try:
             held.enter_context(machine_settings(config))
             stop = held.enter_context(listening(say=world.main))
+            measures_memory = forget_peak_memory(config.train.device)
             model = GPT(config.model, seed=config.train.seed).to(config.train.device)
             set_impl(model, config.train.head_impl)
             loss_module = spread(model, config.train, world)
@@ -148,6 +160,8 @@ def train(
             _train(training, step, above, stop)
             status = "finished"
             if world.main:
+                if measures_memory:  # of this process alone, and of the part of the run that it made
+                    run.add_to_environment({"peak_memory_bytes": peak_memory(config.train.device)})
                 last, planned = config.train.updates, config.train.steps
                 why = f"stopped at step {last} of {planned}, as --stop-at asked" if last < planned else ""
                 run.set_status(status, step=last, why=why)
@@ -264,6 +278,8 @@ def evaluate(training: Training, loss_of: LossFunction, step: int, stop: StopReq
                 what = first_non_finite(training.model, torch.tensor(found["loss"]))
                 raise Diverged(f"evaluation on {split} after step {step}: {what}")
             line: dict[str, Any] = {"step": step, "split": split, **found}
+            if split == "val" and training.config.eval.attention_logits:
+                line["max_logit"] = largest_attention_logits(training, step)
             training.record(line)
             training.progress.evaluated(line)
 
@@ -305,6 +321,26 @@ def evaluate_loss(
         by_layer = {layer: world.total(usage_N).tolist() for layer, usage_N in usage.items()}
         found["expert_usage"] = [by_layer.get(layer, []) for layer in range(config.model.n_layers)]
     return found
+
+
+@torch.no_grad()
+def largest_attention_logits(training: Training, step: int) -> list[float | None]:
+    """The largest attention logit of each block over the first windows of the evaluation on `val`, in its precision.
+
+    Every process measures the same, along the way that gathers sharded weights; nothing here is compiled.
+    """
+    config, data, model = training.config, training.data, training.model
+    starts = evaluation_windows(config, data, "val", step)[:LOGIT_WINDOWS]
+    size = config.train.micro_batch or len(starts)
+    model.eval()
+    try:
+        with recording(model) as largest, autocast(config):
+            for begin in range(0, len(starts), size):
+                training.loss_module(*batch(config, data.split("val"), starts[begin : begin + size], "val"))
+    finally:
+        model.train()
+    most = torch.finfo(torch.float32).max  # what JSON can hold; the loss, which comes before, was finite
+    return [None if logit is None else min(logit, most) for logit in largest.by_layer()]
 
 
 # ------------------------------------------------------------------------------------------------------- loss, machine

@@ -32,6 +32,9 @@ MODEST_TOKENS = {"cpu": 16_384, "cuda": 65_536}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """glibc's names (malloc.h) for the bytes above which it returns memory, or asks for it separately."""
 
+PEAK_RESET = Path("/proc/self/clear_refs")
+"""Linux: `5` written here makes a process forget the most memory that it held."""
+
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and AdamW's two moments, in float32."""
 
@@ -240,6 +243,31 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 2**30)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def forget_peak_memory(device: str) -> bool:
+    """Begin to measure: memory that an earlier run of this process took at most, or left to the allocator, does not
+    count. Returns whether this system can (Linux lets a process reset its own peak)."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    try:
+        PEAK_RESET.write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory(device: str) -> int:
+    """Bytes that this process held at most since `forget_peak_memory` could measure: on a GPU what torch allocated
+    there, else what was resident."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 @contextlib.contextmanager

@@ -99,6 +99,8 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
         values = {"train/eval_loss" if line["split"] == "train" else f"{line['split']}/loss": line["loss"]}
         if "expert_usage" in line:
             values[f"{line['split']}/largest_expert_share"] = max(map(max, filter(None, line["expert_usage"])))
+        if logits := [logit for logit in line.get("max_logit", ()) if logit is not None]:
+            values[f"{line['split']}/max_logit"] = max(logits)
         return values
     values = {f"train/{key}": value for key, value in line.items() if key != "step" and isinstance(value, (int, float))}
     if line["seconds"] > 0:

@@ -46,7 +46,10 @@ def check_windows(config: RunConfig, data: TokenData) -> None:
         training_windows(config, data, update)
     for split in config.eval.splits:
         if config.data.order == "paper" and split == "test":
-            raise BadInput("eval.splits: the paper's evaluation tables cover train and val, not test")
+            raise BadInput(
+                "eval.splits: the paper's evaluation tables cover train and val, not test; leave it out, or take "
+                "data.order=epochs"
+            )
         for step in (0, config.train.updates):
             evaluation_windows(config, data, split, step)
 

@@ -1,0 +1,116 @@
+"""Which parts of the paper's layer matter? Each of its choices changed alone, with three seeds.
+
+Width, activation, each placement of the norms or none (within `f`, or as a stage around the whole projection), their
+kinds and eps, anchor, scale (1 is the form of the paper's abstract), and the layer in keys, in values and in all three.
+Arms with more parameters than the baseline have a control: the baseline with so much wider a feed-forward. Whatever has
+the layer somewhere trains at the layer's rate, the rest at the baseline's: no variant has a search of its own.
+
+29 arms with three seeds: 87 runs of about 45 s. `PAPER` is the same at the paper's scale.
+
+    qurve compare experiments/ablations.py --out runs/ablations
+    python experiments/ablations.py --study runs/ablations
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from qurve import accounting, presets
+from qurve.files import write_atomic
+from qurve.presets.zoo import ANCHORED
+from qurve.projections import Bottleneck
+from qurve.study.definition import Arm, Study
+from qurve.study.evidence import compact_evidence
+from qurve.study.results import load
+from qurve.study.statistics import summary_rows
+from qurve.train.config import RunConfig
+
+EVIDENCE = Path(__file__).parents[1] / "results" / "ablations.json"
+
+LAYER = "res-gelu"
+CONTROLLED = ("width-d", "all-three", "width-2d")
+"""D^2, 2 D^2 and 3 D^2 parameters a block more than the baseline. The first one's control is that of `anchor-linear`,
+`key` and `value` too."""
+
+
+def queries(d: int) -> dict[str, tuple[str, Bottleneck]]:
+    """The layer and its variants for queries, by arm: label and projection; `d` is the model's width."""
+    widths = {"d8": ("D / 8", d // 8), "d4": ("D / 4", d // 4), "d": ("D", d), "2d": ("2 D", 2 * d)}
+    separate: dict[str, Any] = {"norm_stage": "separate"}
+    return {
+        LAYER: ("Res. GELU", Bottleneck()),
+        **{f"width-{name}": (f"R = {label}", Bottleneck(width=width)) for name, (label, width) in widths.items()},
+        "act-relu": ("ReLU", Bottleneck(activation="relu")),
+        "act-relu2": ("ReLU²", Bottleneck(activation="relu2")),
+        "act-silu": ("SiLU", Bottleneck(activation="silu")),
+        "act-identity": ("No activation", Bottleneck(activation="identity")),
+        "norms-none": ("No norms", Bottleneck(pre_norm="none", post_norm="none")),  # of either stage: the same function
+        "norms-pre": ("Pre-norm alone", Bottleneck(post_norm="none")),
+        "norms-post": ("Post-norm alone", Bottleneck(pre_norm="none")),
+        "separate": ("Norms as a stage of their own", Bottleneck(**separate)),
+        "separate-pre": ("Separate stage, pre-norm alone", Bottleneck(post_norm="none", **separate)),
+        "separate-post": ("Separate stage, post-norm alone", Bottleneck(pre_norm="none", **separate)),
+        "pre-layernorm": ("LayerNorm before W1", Bottleneck(pre_norm="layernorm")),
+        "post-rmsnorm": ("RMSNorm after W2", Bottleneck(post_norm="rmsnorm")),
+        "eps-1e-6": ("eps 1e-6", Bottleneck(eps=1e-6)),
+        "eps-1e-3": ("eps 1e-3", Bottleneck(eps=1e-3)),
+        "anchor-linear": ("Linear anchor", ANCHORED),
+        "anchor-none": ("No anchor", Bottleneck(anchor="none")),
+        "scale-1": ("Scale 1", Bottleneck(scale=1.0)),
+    }
+
+
+def ablations(name: str, title: str, baseline: RunConfig, layer: RunConfig) -> Study:
+    """The study: `baseline` and `layer` are the runs of the linear query and of the paper's layer."""
+
+    def changed(**changes: Any) -> RunConfig:
+        return dataclasses.replace(layer, model=dataclasses.replace(baseline.model, **changes))
+
+    arms = {"baseline": Arm("baseline", "Baseline", baseline)}
+    for arm, (label, query) in queries(baseline.model.d_model).items():
+        arms[arm] = Arm(arm, label, changed(query=query))
+    everywhere = {"query": Bottleneck(), "key": ANCHORED, "value": ANCHORED}
+    arms["key"] = Arm("key", "Nonlinear K", changed(key=ANCHORED))
+    arms["value"] = Arm("value", "Nonlinear V", changed(value=ANCHORED))
+    arms["all-three"] = Arm("all-three", "Nonlinear Q, K and V", changed(**everywhere))
+    for arm in CONTROLLED:
+        model, match = accounting.match("params", arms[arm].config.model, baseline.model)
+        label = f"MLP as large as {arms[arm].label}"
+        arms[f"{arm}-mlp"] = Arm(f"{arm}-mlp", label, dataclasses.replace(baseline, model=model), match=match)
+    return Study(name, title, tuple(arms.values()))
+
+
+STUDY = ablations(
+    "ablations",
+    "The layer's choices, each changed alone, at about a million parameters",
+    presets.get("small/baseline"),
+    presets.get("small/res-gelu"),
+)
+PAPER = ablations(
+    "ablations-paper",
+    "The layer's choices, each changed alone, at the paper's scale",
+    presets.get("paper/baseline"),
+    presets.get("paper/res-gelu-best"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", type=Path, default=Path("runs/ablations"), help="folder of the finished study")
+    parser.add_argument("--out", type=Path, default=EVIDENCE)
+    args = parser.parse_args()
+    results = load(args.study)
+    layer = next(arm for arm in results.arms if arm.name == LAYER)
+    against_layer = summary_rows(dataclasses.replace(results, baseline=layer))
+    found = {**compact_evidence(results), "against_the_layer": against_layer}
+    write_atomic(args.out, json.dumps(found, indent=1) + "\n")
+    for row in against_layer:
+        print(f"{row['arm']:16} {row['val_loss']}  against the layer {row['diff']}: {row['verdict']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,415 @@
+"""What a ladder has measured: `ladder.json` read and written, and what its rungs say together.
+
+The file holds every final loss, so that gains, fits and slopes follow from it alone; it holds those as well, for
+whoever cites them, and they are never read back. Losses are in nats per token; gains are relative, of the log-loss, in
+per cent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from qurve.errors import BadInput
+from qurve.study.effects import Unknown, asked, estimate, log_loss_gain, not_comparable
+from qurve.study.results import Arm, StudyResults, load
+from qurve.study.scaling import (
+    PUBLISHED,
+    Equivalent,
+    Estimate,
+    Fit,
+    Trend,
+    equivalent,
+    fit_power_law,
+    hoffmann_exponents,
+    trend,
+)
+from qurve.study.statistics import relative_gains
+from qurve.study.study_json import check_plain, one_line
+from qurve.study.tables import NONE, plain, signed, with_interval
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FILE = "ladder.json"
+FORMAT = 1
+MACHINE = ("platform", "cpu", "gpu", "cores", "threads", "torch", "precision", "compiled", "device")
+
+
+@dataclass(frozen=True)
+class RungArm:
+    """One arm at one rung. `losses` are those of the seeds that finished; `doubt` says why they are no comparison."""
+
+    name: str
+    label: str
+    non_embedding: int
+    total: int
+    flops_per_token: float
+    losses: dict[int, float]
+    unfinished: tuple[str, ...] = ()
+    doubt: str | None = None
+
+
+@dataclass(frozen=True)
+class RungResults:
+    """One size with one length of training."""
+
+    name: str
+    n_layers: int
+    d_model: int
+    tokens_per_parameter: float
+    tokens: int
+    """Of each run's training."""
+    epochs: float
+    """How often the training data was gone through: beyond one, tokens are not new ones."""
+    arms: dict[str, RungArm]
+    machine: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LadderResults:
+    name: str
+    title: str
+    command: str
+    baseline: str
+    data_fingerprint: str
+    rungs: tuple[RungResults, ...]
+
+    @property
+    def arms(self) -> dict[str, str]:
+        """Labels by name, in the rungs' order, the baseline first."""
+        found = {arm.name: arm.label for rung in self.rungs for arm in rung.arms.values()}
+        return {self.baseline: found.pop(self.baseline, self.baseline), **found}
+
+
+# ----------------------------------------------------------------------------------------------------- reading, writing
+
+
+def measured(
+    folder: Path, name: str, size: tuple[int, int], tokens_per_parameter: float, data_tokens: int
+) -> RungResults:
+    """A rung as its study's folder stands."""
+    results = load(folder)
+    base = results.baseline
+    tokens = int(base.setting("train.steps")) * int(base.setting("train.tokens_per_step"))
+    environments = [run.environment for run in results.runs if run.finished]
+    machine = {key: environments[0][key] for key in MACHINE if key in environments[0]} if environments else {}
+    arms = {arm.name: _rung_arm(results, arm) for arm in results.arms}
+    return RungResults(name, *size, tokens_per_parameter, tokens, tokens / data_tokens, arms, machine)
+
+
+def _rung_arm(results: StudyResults, arm: Arm) -> RungArm:
+    losses = {seed: loss for seed, run in arm.runs.items() if (loss := run.final_loss) is not None}
+    unfinished = tuple(f"seed {run.seed} {run.in_words}" for run in arm.unfinished)
+    doubt = not_comparable(results, arm)
+    return RungArm(arm.name, arm.label, arm.non_embedding, arm.total, arm.flops_per_token, losses, unfinished, doubt)
+
+
+def to_json(results: LadderResults) -> str:
+    """`ladder.json`: what was measured, and what follows from it."""
+    tree = {"format": FORMAT, **dataclasses.asdict(results), "findings": findings_json(results)}
+    return json.dumps(tree, indent=1) + "\n"
+
+
+def load_ladder(place: Path) -> LadderResults:
+    """Read a ladder's folder, or its `ladder.json` wherever that lies. Raises `BadInput` for what is none."""
+    file = place / FILE if place.is_dir() else place
+    if not file.is_file():
+        raise BadInput(f"{place} is no ladder: it has no {FILE}; give the folder that `qurve study ladder` wrote")
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        check_plain(tree)
+        if tree.get("format") != FORMAT:
+            raise BadInput(f"it is not a ladder of format {FORMAT}, which this version reads")
+        rungs, baseline = tuple(_rung(item) for item in tree["rungs"]), str(tree["baseline"])
+        if not all(baseline in rung.arms for rung in rungs):
+            raise BadInput(f"a rung lacks the baseline {baseline!r}")
+        names = (one_line(tree["name"]), one_line(tree["title"]), str(tree["command"]))
+        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read ({error.strerror})") from None
+    except KeyError as error:
+        what = f"the field {error} is missing"
+    except (BadInput, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        what = str(error)
+    raise BadInput(f"{file} is damaged: {what}; run the same command again to write it anew")
+
+
+def _rung(item: dict[str, Any]) -> RungResults:
+    arms = {}
+    for name, arm in item["arms"].items():
+        losses = {int(seed): float(loss) for seed, loss in arm["losses"].items()}
+        if not all(math.isfinite(loss) and loss > 0 for loss in losses.values()):
+            raise ValueError(f"a loss of {name} is no number above zero")
+        arms[str(name)] = RungArm(
+            name=str(name),
+            label=one_line(arm["label"]),
+            non_embedding=int(arm["non_embedding"]),
+            total=int(arm["total"]),
+            flops_per_token=float(arm["flops_per_token"]),
+            losses=losses,
+            unfinished=tuple(one_line(words) for words in arm["unfinished"]),
+            doubt=None if arm["doubt"] is None else one_line(arm["doubt"]),
+        )
+    return RungResults(
+        name=one_line(item["name"]),
+        n_layers=int(item["n_layers"]),
+        d_model=int(item["d_model"]),
+        tokens_per_parameter=float(item["tokens_per_parameter"]),
+        tokens=int(item["tokens"]),
+        epochs=float(item["epochs"]),
+        arms=arms,
+        machine=dict(item["machine"]),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- at one rung
+
+
+def paired(rung: RungResults, names: Sequence[str]) -> dict[str, list[float]]:
+    """The losses of these arms for the seeds that all of them have finished. Raises `BadInput` where they are none, or
+    an arm's are no comparison."""
+    missing = [name for name in names if name not in rung.arms]
+    if missing:
+        raise BadInput(f"rung {rung.name} has no arm {missing[0]!r}")
+    arms = [rung.arms[name] for name in names]
+    for arm in arms:
+        if arm.doubt is not None:
+            raise BadInput(arm.doubt)
+    seeds = [seed for seed in arms[0].losses if all(seed in arm.losses for arm in arms)]
+    if not seeds:
+        raise BadInput(f"rung {rung.name}: no seed is finished in {' and '.join(names)}")
+    return {arm.name: [arm.losses[seed] for seed in seeds] for arm in arms}
+
+
+def loss(rung: RungResults, arm: str) -> Estimate | Unknown:
+    """The arm's mean loss at this rung, with its interval over the seeds."""
+    return asked(lambda: estimate(paired(rung, [arm])[arm]))
+
+
+def gain(results: LadderResults, rung: RungResults, arm: str) -> Estimate | Unknown:
+    """The arm's relative gain over the baseline at this rung."""
+
+    def found() -> Estimate:
+        losses = paired(rung, [results.baseline, arm])
+        return log_loss_gain(losses[arm], losses[results.baseline])
+
+    return asked(found)
+
+
+def equivalent_gain(
+    results: LadderResults, rung: RungResults, arm: str, quantity: Literal["params", "flops"]
+) -> Equivalent | Unknown:
+    """What the arm's gain at this rung is worth in the baseline's size, by the rung of the next size.
+
+    The next larger one, or for the largest the next smaller one, with as many tokens per parameter: the baseline grows
+    in both, so `params` says how much larger it would have to be with its training longer alike, and `flops` counts
+    the whole training.
+    """
+
+    def found() -> Equivalent:
+        near = _next_size(results, rung)
+        here = paired(rung, [results.baseline, arm])
+        seeds = len(here[arm])
+        other = paired(near, [results.baseline])[results.baseline]
+        if len(other) != seeds:
+            raise BadInput(f"rung {near.name} has other seeds finished than {rung.name}")
+        sizes = {
+            place.name: {
+                name: one.non_embedding if quantity == "params" else one.flops_per_token * place.tokens
+                for name, one in place.arms.items()
+            }
+            for place in (rung, near)
+        }
+        size = sizes[rung.name][results.baseline]
+        return equivalent(
+            here[results.baseline],
+            here[arm],
+            {sizes[near.name][results.baseline] / size: other},
+            own=sizes[rung.name][arm] / size,
+        )
+
+    return asked(found)
+
+
+def _next_size(results: LadderResults, rung: RungResults) -> RungResults:
+    alike = [r for r in results.rungs if r.tokens_per_parameter == rung.tokens_per_parameter]
+    size = {r.name: r.arms[results.baseline].non_embedding for r in alike}
+    larger = [r for r in alike if size[r.name] > size[rung.name]]
+    smaller = [r for r in alike if size[r.name] < size[rung.name]]
+    if larger:
+        return min(larger, key=lambda r: size[r.name])
+    if smaller:
+        return max(smaller, key=lambda r: size[r.name])
+    raise BadInput("the ladder has no other size with as many tokens per parameter")
+
+
+# ------------------------------------------------------------------------------------------------------- along a series
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rungs that differ in one thing alone."""
+
+    along: Literal["size", "length"]
+    fixed: str
+    """What they have in common, in words."""
+    scale: dict[str, float]
+    """Rung -> non-embedding parameters of the baseline, or tokens of training."""
+    rungs: tuple[RungResults, ...]
+
+
+def series(results: LadderResults) -> list[Series]:
+    """Every series of two rungs or more: sizes at one number of tokens per parameter, lengths at one size."""
+    found = []
+    by_length: dict[float, list[RungResults]] = {}
+    by_size: dict[tuple[int, int], list[RungResults]] = {}
+    for rung in results.rungs:
+        by_length.setdefault(rung.tokens_per_parameter, []).append(rung)
+        by_size.setdefault((rung.n_layers, rung.d_model), []).append(rung)
+    for length, rungs in by_length.items():
+        scale = {rung.name: float(rung.arms[results.baseline].non_embedding) for rung in rungs}
+        found.append(Series("size", f"{length:g} tokens per parameter", scale, tuple(rungs)))
+    for (n_layers, d_model), rungs in by_size.items():
+        scale = {rung.name: float(rung.tokens) for rung in rungs}
+        found.append(Series("length", f"{n_layers} layers {d_model} wide", scale, tuple(rungs)))
+    return [one for one in found if len(set(one.scale.values())) > 1]
+
+
+def fit(one: Series, arm: str) -> Fit | Unknown:
+    """How the arm's loss falls along the series. A rung that it has not finished makes it unknown."""
+    return asked(lambda: fit_power_law({one.scale[rung.name]: paired(rung, [arm])[arm] for rung in one.rungs}))
+
+
+def gain_trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown:
+    """How the arm's gain changes along the series: a line over every seed's gain.
+
+    A rung at which it cannot be compared makes it unknown: left out, the line would be of the rungs that suit.
+    """
+
+    def found() -> Trend:
+        gains = {}
+        for rung in one.rungs:
+            losses = paired(rung, [results.baseline, arm])
+            pairs = zip(losses[arm], losses[results.baseline], strict=True)
+            gains[one.scale[rung.name]] = [relative_gains(loss, base)[0] for loss, base in pairs]
+        return trend(gains)
+
+    return asked(found)
+
+
+def findings_json(results: LadderResults) -> dict[str, Any]:
+    """Gains, equivalents, fits and slopes as plain data."""
+    others = [arm for arm in results.arms if arm != results.baseline]
+    return {
+        "gain_percent": {r.name: {arm: _plain(gain(results, r, arm)) for arm in others} for r in results.rungs},
+        "equivalent": {
+            r.name: {
+                arm: {quantity: _plain(equivalent_gain(results, r, arm, quantity)) for quantity in ("params", "flops")}
+                for arm in others
+            }
+            for r in results.rungs
+        },
+        "series": [
+            {
+                "along": one.along,
+                "fixed": one.fixed,
+                "fits": {arm: _plain(fit(one, arm)) for arm in results.arms},
+                "gain_slopes": {arm: _plain(gain_trend(results, one, arm)) for arm in others},
+            }
+            for one in series(results)
+        ],
+    }
+
+
+def _plain(found: Any) -> Any:
+    return dataclasses.asdict(found)
+
+
+# ------------------------------------------------------------------------------------------------------------- in words
+
+
+def table(results: LadderResults) -> Table:
+    """What `rich` prints: a row for each rung, each arm's mean loss with its gain over the baseline."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    found = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", padding=(0, 0, 0, 1))
+    found.add_column("rung", overflow="fold")
+    found.add_column("N.E.\nparams", justify="right", no_wrap=True)
+    found.add_column("tokens", justify="right", no_wrap=True)
+    for label in results.arms.values():
+        found.add_column(label, justify="right")
+    for rung in results.rungs:
+        base = rung.arms[results.baseline]
+        cells = [rung.name, f"{base.non_embedding:,}", f"{rung.tokens:,}"]
+        cells += [_cell(results, rung, arm) for arm in results.arms]
+        found.add_row(*(Text(cell) for cell in cells))
+    return found
+
+
+def _cell(results: LadderResults, rung: RungResults, arm: str) -> str:
+    if arm not in rung.arms or not rung.arms[arm].losses:
+        return NONE
+    losses = rung.arms[arm].losses
+    words = plain(sum(losses.values()) / len(losses), 4)
+    return words if arm == results.baseline else f"{words}\n{percent(gain(results, rung, arm))}"
+
+
+def lines(results: LadderResults) -> list[str]:
+    """What the ladder says beyond its table, in sentences; what cannot be said, with the reason."""
+    said = []
+    for one in series(results):
+        for arm, label in results.arms.items():
+            if arm != results.baseline:
+                said.append(f"{label}, gain along {one.along} ({one.fixed}): {_slope(gain_trend(results, one, arm))}.")
+        for arm, label in results.arms.items():
+            said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm))}.")
+        said.append(_published(results, one))
+    for rung in results.rungs:
+        if rung.epochs > 1:
+            said.append(f"Rung {rung.name} went through the training data {rung.epochs:.1f} times.")
+        for there in rung.arms.values():
+            if there.unfinished:
+                said.append(f"Rung {rung.name}, {there.label}: {'; '.join(there.unfinished)}.")
+    return said
+
+
+def percent(found: Estimate | Unknown) -> str:
+    """`+2.40 % [+2.10, +2.70]`, or a dash."""
+    return NONE if isinstance(found, Unknown) else with_interval(found, lambda x: signed(x, 2), " %")
+
+
+def _slope(found: Trend | Unknown) -> str:
+    if isinstance(found, Unknown):
+        return f"no slope ({found.why})"
+    size = with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
+    return f"{found.outcome}: {size}"
+
+
+def _exponent(found: Fit | Unknown) -> str:
+    if isinstance(found, Unknown):
+        return f"no exponent ({found.why})"
+    return f"exponent {with_interval(found.alpha, lambda x: plain(x, 3))}; {found.words}"
+
+
+def _published(results: LadderResults, one: Series) -> str:
+    kaplan, _ = PUBLISHED
+    largest = max(one.rungs, key=lambda rung: one.scale[rung.name])
+    theirs = hoffmann_exponents(largest.arms[results.baseline].total, largest.tokens)
+    if one.along == "length":
+        return (
+            f"Published over tokens: {kaplan.numbers['alpha_D']} ({kaplan.name}, parameters not limiting), "
+            f"{theirs['D']:.3f} at the longest by the fit of Hoffmann et al. 2022; both of other data and tokens."
+        )
+    return (
+        f"Published over parameters: {kaplan.numbers['alpha_N']} ({kaplan.name}, tokens not limiting), "
+        f"{theirs['N']:.3f} with tokens fixed and {theirs['N with D']:.3f} with tokens growing alike, as here, at the "
+        "largest by the fit of Hoffmann et al. 2022; both of other data and tokens."
+    )

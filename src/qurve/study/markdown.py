@@ -1,0 +1,143 @@
+"""The report as Markdown, for a pull request: verdict, table, doubts, and how to make it again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from qurve.study import tables
+from qurve.study.against import Pairing
+from qurve.study.headline import headline
+from qurve.study.provenance import commands, provenance
+from qurve.study.results import Arm, StudyResults, doubts
+from qurve.study.statistics import overall_verdict, summary_rows
+from qurve.study.worth import Table, costs_table, gains_table, noise_table, savings_table
+
+P_HEAD = ("p", "p Holm", "p sign-flip")
+
+
+def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Sequence[Pairing] = ()) -> str:
+    """`report.md`; `pairs` are what `against` found between the study and the `other` one."""
+    finished = sum(run.finished for run in results.runs)
+    lines = [
+        f"## {escaped(results.title)}",
+        "",
+        *_top(results),
+        f"{finished} of {len(results.runs)} runs finished. {results.split_in_words.capitalize()} loss in nats per "
+        f"token, differences to {escaped(results.baseline.label)} paired by seed; negative is better.",
+        "",
+        *_arms(results),
+    ]
+    for table in (gains_table(results), savings_table(results), costs_table(results), noise_table(results)):
+        lines += [] if table is None else ["", *_in_words(table)]
+    papers = [arm for arm in results.arms if arm.paper]
+    if papers:
+        printed = (
+            f"{escaped(arm.label)} {escaped(arm.paper.get('val_loss', tables.NONE))}" for arm in papers if arm.paper
+        )
+        lines += ["", f"The paper, as printed, at another scale (not to be compared): {', '.join(printed)}."]
+    if found := doubts(results):
+        lines += ["", "### Before you believe it", "", *(f"- {escaped(doubt)}" for doubt in found)]
+    if other is not None:
+        head = ("arm", "n", "loss here", "loss there", "diff [95 %]", "in words")
+        lines += ["", f"### Against {escaped(other.name)}", "", *_table(head, [_pair(pair) for pair in pairs])]
+    origin = provenance(results)
+    batches = "shown for every run" if results.batches.complete else "not shown for every run"
+    lines += [
+        "",
+        "### How to reproduce",
+        "",
+        *_block(commands(results)),
+        "",
+        f"- data: {', '.join(origin.data) or 'no run tells'}",
+        f"- identical batches: {batches}{f'; order {origin.order[:16]}' if origin.order else ''}",
+        f"- code: {escaped('; '.join(origin.code)) or 'no run tells'}",
+        f"- environment: {', '.join(value[:16] for value in origin.environments) or 'no run has started'}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _arms(results: StudyResults) -> list[str]:
+    """The table of the arms; those at the baseline's point follow in one of their own."""
+    head = ["arm", "Δ N.E. params", "λ", "η max", "η min", "n", f"{results.split} loss", "diff [95 %]", *P_HEAD]
+    head += ["ΔLL", "ΔPPX", "tokens/s"]
+    rows = {arm.name: _cells(results, arm, row) for arm, row in zip(results.arms, summary_rows(results), strict=True)}
+    lines = _table(head, [rows[arm.name] for arm in results.arms if arm.matched is None])
+    if results.matched:
+        matched = _table(head, [rows[arm.name] for arm in results.matched])
+        lines += ["", f"{escaped(tables.AT_BASELINE)} (a family of tests of its own):", "", *matched]
+    return lines
+
+
+def _in_words(table: Table) -> list[str]:
+    rows = [[escaped(cell) for cell in row] for row in table.rows]
+    notes = [f"- {escaped(note)}" for note in table.notes]
+    return [f"### {table.title}", "", *_table(table.head, rows), "", *notes]
+
+
+def _top(results: StudyResults) -> list[str]:
+    top = headline(results)
+    if top is None:
+        return [escaped(overall_verdict(results)), ""]
+    lines = [f"**{escaped(top.words)}**", ""]
+    if top.pair is not None and top.pair.diff is not None:
+        number = _interval(top.pair.diff, top.pair.low, top.pair.high)
+        lines += [f"**{escaped(number)}** nats per token, n = {top.pair.n}. {top.caveat}".rstrip(), ""]
+    return [*lines, escaped(overall_verdict(results)), ""]
+
+
+def _cells(results: StudyResults, arm: Arm, row: dict[str, object]) -> list[str]:
+    reference = arm.name == results.baseline.name
+
+    def gain(key: str) -> str:
+        return "ref." if reference else tables.signed(_number(row[key]), 2, "%")
+
+    return [
+        escaped(arm.label),
+        "ref." if reference else tables.signed_parameters(arm, results.baseline),
+        *(tables.rate(arm.setting(path)) for path in ("train.weight_decay", "train.lr", "train.min_lr")),
+        f"{row['seeds_n']}/{len(results.seeds)}",
+        tables.loss_in_words(arm),
+        "ref." if reference else _interval(*(_number(row[key]) for key in ("diff", "diff_low", "diff_high"))),
+        *("ref." if reference else tables.chance(_number(row[key])) for key in ("p", "p_holm")),
+        "ref." if reference else tables.sign_flip(row),
+        gain("dll_percent"),
+        gain("dppx_percent"),
+        tables.plain(arm.tokens_per_s, 0),
+    ]
+
+
+def _pair(pair: Pairing) -> list[str]:
+    return [
+        escaped(pair.label),
+        str(len(pair.seeds)),
+        tables.plain(pair.here, 4),
+        tables.plain(pair.there, 4),
+        _interval(pair.diff, pair.low, pair.high),
+        escaped(pair.in_words),
+    ]
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _interval(diff: float | None, low: float | None, high: float | None) -> str:
+    return tables.signed(diff, 4) + ("" if low is None else f" [{tables.signed(low, 4)}, {tables.signed(high, 4)}]")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *("---:" for _ in head[1:])]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
+
+
+def _block(lines: Sequence[str]) -> list[str]:
+    """A code block whose fence no line of it can close."""
+    longest = max((len(ticks) for line in lines for ticks in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}sh", *lines, fence]
+
+
+def escaped(text: str) -> str:
+    """Text as it is: no mark-up, no mention of anybody, no end of a table's cell."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~@])", r"\\\1", text)

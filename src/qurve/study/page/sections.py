@@ -1,0 +1,265 @@
+"""The page's sections, in their order. Each is a title and a function of the results that gives the section's HTML, or
+None where the study has nothing for it.
+
+What another module knows as pure data becomes a section here: a function that draws it (`drawing.heatmap`,
+`drawing.scatter_fit`, put in with `picture`) or a macro of `sections.html` that writes it, and one entry in `SECTIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qurve.config import differences
+from qurve.study import tables
+from qurve.study.against import Pairing
+from qurve.study.curves import Curve, band, gains, thinned
+from qurve.study.figures import colour_index, figures_of
+from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture, setting_in_words
+from qurve.study.page.stability import claims_section, maps_section, smoothness_section
+from qurve.study.provenance import commands, provenance, single_run
+from qurve.study.results import Arm, StudyResults
+from qurve.study.statistics import comparisons, summary_rows
+from qurve.study.worth import costs_table, gains_table, noise_table, savings_table
+
+PAPER_SCALE = "the paper, as printed: 124 M parameters, 60,000 steps, one seed; another scale"
+UNSAID = ("format", "peak_memory_bytes")
+"""Of a run's environment: the costs have its memory."""
+MOST_COLUMNS = 8
+"""Steps in the table beside a figure of curves."""
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def _drawn(results: StudyResults, name: str, alt: str, caption: str, numbers: Numbers | None = None) -> str | None:
+    draw = figures_of(results).get(name)
+    if draw is None:
+        return None
+    return picture(name, lambda width: draw(results, width), alt=alt, caption=caption, numbers=numbers)
+
+
+def _curves(results: StudyResults) -> str | None:
+    dashed = "; dashed: training loss of the best arm, smoothed" if results.best else ""
+    curves = {arm.label: band([run.val for run in arm.finished]).mean for arm in results.arms}
+    return _drawn(
+        results,
+        "curves",
+        "Validation loss of every arm against steps; below, the relative gain over the baseline",
+        f"Top: validation loss; line: mean over the finished seeds, shaded: from the smallest to the largest of them, "
+        f"cross: where a run diverged{dashed}. Bottom: relative log-loss gain over the baseline. The steep beginning "
+        "is cut off so that the rest can be seen; the table of runs has the loss at the start.",
+        _numbers("Mean validation loss over the finished seeds", curves, lambda loss: tables.plain(loss, 4)),
+    )
+
+
+def _gains(results: StudyResults) -> str | None:
+    curves = {arm.label: gains(results, arm).mean for arm in results.others}
+    return _drawn(
+        results,
+        "gains",
+        "Relative log-loss gain of every arm over the baseline against steps, from the first evaluation on",
+        "Every arm from the first evaluation on, the warm-up among it; line: gain of the mean losses, shaded: from the "
+        "smallest to the largest seed's. A gain that is large early says nothing of the end. M: millions of "
+        "non-embedding parameters.",
+        _numbers("Relative log-loss gain over the baseline, in per cent", curves, lambda g: tables.signed(g, 2)),
+    )
+
+
+def _differences(results: StudyResults) -> str | None:
+    return _drawn(
+        results,
+        "differences",
+        "Difference to the baseline per arm, with each seed and the 95 % interval; the numbers are in the table above "
+        "and in that of the runs",
+        "Filled: mean over the seeds, with its 95 % t interval (from three seeds on). Hollow: each seed against the "
+        "baseline of the same seed. Left of the line is lower loss.",
+    )
+
+
+def _numbers(title: str, curves: dict[str, Curve], cell: Callable[[float], str]) -> Numbers | None:
+    steps = sorted({step for curve in curves.values() for step, _ in curve})
+    shown = [step for step, _ in thinned([(step, 0.0) for step in steps], MOST_COLUMNS)]
+    if not shown:
+        return None
+    rows = []
+    for label, curve in curves.items():
+        values = dict(curve)
+        rows.append([label, *(cell(values[step]) if step in values else tables.NONE for step in shown)])
+    return Numbers(title, ["arm", *(f"step {step:,}" for step in shown)], rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def _summary(results: StudyResults) -> str:
+    lower = {pair.arm for pair in comparisons(results) if pair.outcome == "lower"}
+    rows = [_row(results, arm, row, lower) for arm, row in zip(results.arms, summary_rows(results), strict=True)]
+    return macro("summary", results, rows, PAPER_SCALE, tables.AT_BASELINE)
+
+
+def _row(results: StudyResults, arm: Arm, row: dict[str, Any], lower: set[str]) -> dict[str, Any]:
+    best = results.best is not None and results.best.name == arm.name
+    return {
+        **row,
+        "arm": arm,
+        "colour": colour_index(results, arm),
+        "is_baseline": arm.name == results.baseline.name,
+        "delta": tables.signed_parameters(arm, results.baseline),
+        "loss": tables.loss_in_words(arm),
+        "settings": [arm.setting(path) for path in ("train.weight_decay", "train.lr", "train.min_lr")],
+        "is_first_matched": arm in results.matched[:1],
+        "is_best": best and arm.name in lower,  # bold is a claim too
+    }
+
+
+def _runs(results: StudyResults) -> str:
+    hashes = provenance(results).configurations
+    table = [(arm, colour_index(results, arm), _lines(results, arm, hashes)) for arm in results.arms]
+    return macro("runs", results, table)
+
+
+def _lines(results: StudyResults, arm: Arm, hashes: dict[tuple[str, int], str]) -> list[dict[str, Any]]:
+    lines = []
+    for seed, run in arm.runs.items():
+        base = results.baseline.runs[seed].final_loss
+        lines.append(
+            {
+                "run": run,
+                "utilisation": tables.utilisation_in_words(arm, run),
+                "start": run.val[0] if run.val else None,
+                "diff": None
+                if run.final_loss is None or base is None or arm is results.baseline
+                else run.final_loss - base,
+                "hash": hashes.get((arm.name, seed), "")[:12],
+            }
+        )
+    return lines
+
+
+def _search(results: StudyResults) -> str:
+    figure = _drawn(
+        results,
+        "search",
+        "Validation loss of the search against the peak learning rate; the table below has the numbers",
+        "Mean over the search's seeds. Ringed: the chosen point. Cross at the upper edge: a run did not finish there.",
+    )
+    from markupsafe import Markup
+
+    return macro("search", results, _chosen(results), _grid(results), Markup(figure or ""))
+
+
+def _chosen(results: StudyResults) -> list[dict[str, Any]]:
+    """Of every arm that was searched: the point that was chosen, and what it was chosen from."""
+    if results.search is None:
+        return []
+    found = []
+    for arm in results.arms:
+        if arm.matched is None:
+            chosen = results.search.chosen.get(arm.name)
+            points = results.search.points(arm.name)
+            found.append(
+                {
+                    "arm": arm,
+                    "colour": colour_index(results, arm),
+                    "chosen": chosen,
+                    "point": [] if chosen is None else [(k, setting_in_words(v)) for k, v in chosen.point or ()],
+                    "points": len(points),
+                    "broken": sum(loss is None for loss in points.values()),
+                    "edges": [axis for axis, *_ in results.search.edges(arm.name)] if chosen is not None else [],
+                }
+            )
+    return found
+
+
+def _grid(results: StudyResults) -> dict[str, Any] | None:
+    if results.search is None:
+        return None
+    arms = [arm for arm in results.arms if results.search.grid(arm.name)]
+    found = {point for arm in arms for point in results.search.grid(arm.name)}
+    points = sorted(found, key=lambda point: (point[0], point[1] or 0.0))
+    cells = [
+        [
+            {
+                "loss": results.search.grid(arm.name).get(point),
+                "tried": point in results.search.grid(arm.name),
+                "chosen": (chosen := results.search.chosen.get(arm.name)) is not None
+                and (chosen.lr, chosen.min_lr) == point,
+            }
+            for arm in arms
+        ]
+        for point in points
+    ]
+    return {"arms": arms, "rows": list(zip(points, cells, strict=True))}
+
+
+def _changed(results: StudyResults) -> str:
+    """The settings in which any arm differs from the baseline: (path, value per arm, whether it differs)."""
+    paths = dict.fromkeys(
+        path
+        for arm in results.others
+        for path in differences(results.baseline.config, arm.config)
+        if path != "train.seed"  # every arm has every seed
+    )
+    table = []
+    for path in paths:
+        values = [setting_in_words(arm.setting(path)) for arm in results.arms]
+        reference = setting_in_words(results.baseline.setting(path))
+        table.append((path, values, [value != reference for value in values]))
+    return macro("changed", results, table)
+
+
+def _provenance(results: StudyResults) -> str:
+    return macro("provenance", provenance(results), _machine(results))
+
+
+def _machine(results: StudyResults) -> list[tuple[str, list[str]]]:
+    """What the runs' environments say: (key, its distinct values over the runs). Start times become a span."""
+    environments = [run.environment for run in results.runs if run.environment]
+    table = []
+    for key in dict.fromkeys(key for environment in environments for key in environment if key not in UNSAID):
+        values = sorted({setting_in_words(environment[key]) for environment in environments if key in environment})
+        values = [value for value in values if value]
+        if key == "started" and len(values) > 1:
+            values = [f"{values[0]} to {values[-1]}"]
+        table.append((key.replace("_", " "), values))
+    return table
+
+
+def _reproduce(results: StudyResults) -> str:
+    singles = [line for arm in results.arms if (line := single_run(results, arm)) is not None]
+    return macro("reproduce", results, commands(results), singles)
+
+
+def _worth(results: StudyResults) -> str:
+    gains_, saved = gains_table(results), savings_table(results)
+    parts = [] if gains_ is None or saved is None else [in_table("worth", gains_), in_table("saved", saved)]
+    return "".join([*parts, in_table("costs", costs_table(results))])
+
+
+def _noise(results: StudyResults) -> str | None:
+    table = noise_table(results)
+    return None if table is None else in_table("noise", table)
+
+
+SECTIONS: tuple[Section, ...] = (
+    Section("Configurations and final loss", _summary),
+    Section("Paired differences", _differences),
+    Section("What it is worth, and what it costs", _worth),
+    Section("How much is noise", _noise),
+    Section("Learning curves", _curves),
+    Section("Gain from the first step on", _gains),
+    Section("Search", _search),
+    Section("Stability over rate and decay", maps_section),
+    Section("Published claims of stability", claims_section),
+    Section("Spikes and attention logits", smoothness_section),
+    Section("Every run", _runs),
+    Section("What differed between the arms", _changed),
+    Section("Identical batches", lambda results: macro("batches", results)),
+    Section("Where the numbers come from", _provenance),
+    Section("How to reproduce", _reproduce),
+)
+
+
+def against_section(other: StudyResults, pairs: Sequence[Pairing]) -> Section:
+    return Section(f"Against {other.name}", lambda _: macro("against", other, pairs))

@@ -1,0 +1,180 @@
+"""What a search has found: the evidence that it leaves in a study's `study.json`, written and read here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qurve.study.search import Configs, Losses, Point, Score, Search, Trial, Value, beyond, is_number, rounded, trials
+from qurve.study.study_json import one_line
+
+
+def evidence(search: Search, configs: Configs, scores: Sequence[Score], **facts: Any) -> dict[str, Any]:
+    """What `study.json` keeps of a search: the space, every score and, when the search is over, each arm's choice.
+
+    An arm's choice is the point of its lowest mean validation loss at the study's own length; a point that did not
+    finish with every seed is out. `point` is None where that leaves none. `facts` are kept beside it.
+    """
+    losses, chosen = Losses(scores, search.seeds), {}
+    if not trials(search, configs, scores):
+        for arm, config in configs.items():
+            steps = config.train.steps
+            ranked = losses.ranked(arm, dict.fromkeys(s.trial.point for s in scores if s.trial.arm == arm), steps)
+            best = (dict(ranked[0]), losses.mean(arm, ranked[0], steps)) if ranked else (None, None)
+            chosen[arm] = dict(zip(("point", "val_loss"), best, strict=True))
+    return {
+        "sampler": search.sampler,
+        "axes": list(search.space),
+        "trials": search.trials,
+        "flops": search.flops,
+        "steps": next(iter(configs.values())).train.steps,
+        **facts,
+        "seeds": list(search.seeds),
+        "chosen": chosen,
+        "scores": [
+            {
+                "arm": score.trial.arm,
+                "point": dict(score.trial.point),
+                "steps": score.trial.steps,
+                "seed": score.trial.seed,
+                "val_loss": score.val_loss,
+                "status": score.status,
+            }
+            for score in scores
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An arm's best point; None where none finished with every seed."""
+
+    point: Point | None
+    val_loss: float | None
+
+    @property
+    def lr(self) -> Any:
+        return dict(self.point or ()).get("train.lr")
+
+    @property
+    def min_lr(self) -> Any:
+        return dict(self.point or ()).get("train.min_lr")
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search as a study's evidence tells it."""
+
+    evidence: str
+    """Where it is kept, if it was not made by the study itself."""
+    sampler: str
+    axes: tuple[str, ...]
+    trials: int | None
+    """The budget of each arm, where it was one of points."""
+    flops: float | None
+    """The budget of each arm, where it was one of FLOPs."""
+    seeds: tuple[int, ...]
+    steps: int | None
+    chosen: dict[str, Chosen]
+    scores: tuple[Score, ...]
+
+    def points(self, arm: str) -> dict[Point, float | None]:
+        """Point -> mean validation loss over the search's seeds at its full length; None where one did not finish."""
+        losses, steps = Losses(self.scores, self.seeds), self.steps or 0
+        tried = dict.fromkeys(s.trial.point for s in self.scores if s.trial.arm == arm)
+        return {point: losses.mean(arm, point, steps) for point in tried if losses.has(arm, point, steps)}
+
+    def grid(self, arm: str) -> dict[tuple[float, Any], float | None]:
+        """(peak rate, floor) -> the lowest of the mean losses that `points` has there; None where none finished.
+
+        Empty where the search was not over rates; the floor is None where it was not searched.
+        """
+        cells: dict[tuple[Any, Any], list[float | None]] = {}
+        for point, loss in self.points(arm).items():
+            given = dict(point)
+            if "train.lr" in given:
+                cells.setdefault((given["train.lr"], given.get("train.min_lr")), []).append(loss)
+        return {
+            place: min((loss for loss in losses if loss is not None), default=None)
+            for place, losses in sorted(cells.items(), key=lambda cell: (cell[0][0], cell[0][1] or 0.0))
+        }
+
+    def tried(self, arm: str) -> set[tuple[Point, int, int]]:
+        """Every point, number of steps and seed that the arm was tried with."""
+        return {(s.trial.point, s.trial.steps, s.trial.seed) for s in self.scores if s.trial.arm == arm}
+
+    def offered(self, arm: str) -> Any:
+        """What must be the same for every arm: the points and seeds that it was tried with before any choice among its
+        own results. Of Optuna, which chooses from the second point on, how many they may be."""
+        if self.sampler == "optuna":
+            return self.trials, len(self.seeds)
+        tried = self.tried(arm)
+        shortest = min((steps for _, steps, _ in tried), default=0)
+        return {(frozenset(point), seed) for point, steps, seed in tried if steps == shortest}
+
+    def edges(self, arm: str) -> list[tuple[str, float, float, float]]:
+        """Axes on which the arm's choice lies at an open edge of what was tried: (axis, chosen, lowest, highest)."""
+        point, found = self.chosen[arm].point, []
+        for axis in self.axes if point is not None else ():
+            values = [_on(axis, tried) for tried, _, _ in self.tried(arm)]
+            value = _on(axis, point or ())
+            if beyond(axis, values, value) is not None:
+                numbers = [float(v) for v in values if is_number(v)]  # type: ignore[arg-type]
+                found.append((axis, float(value), min(numbers), max(numbers)))  # type: ignore[arg-type]
+        return found
+
+
+def _on(axis: str, point: Point) -> Value:
+    """The point's value on an axis; of a share, rounded so that one value is one number again."""
+    path, _, of = axis.partition("/")
+    given: dict[str, Any] = dict(point)
+    return rounded(given[path] / given[of], 9) if of and given[of] else given[path]
+
+
+def read_evidence(tree: dict[str, Any]) -> Searched:
+    """The evidence of a search from its JSON tree. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+    steps = tree["steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int | None):
+        raise ValueError(f"search.steps = {steps!r}")
+
+    axes = tuple(one_line(axis) for axis in tree["axes"])
+
+    def trial(item: dict[str, Any]) -> Trial:
+        return Trial(
+            str(item["arm"]), _point(item["point"], axes), int(item.get("steps", steps or 0)), int(item["seed"])
+        )
+
+    return Searched(
+        evidence=one_line(tree.get("evidence", "")),
+        sampler=one_line(tree.get("sampler", "grid")),
+        axes=axes,
+        trials=None if tree.get("trials") is None else int(tree["trials"]),
+        flops=_finite(tree.get("flops")),
+        seeds=tuple(int(seed) for seed in tree["seeds"]),
+        steps=steps,
+        chosen={
+            arm: Chosen(None if item["point"] is None else _point(item["point"], axes), _finite(item["val_loss"]))
+            for arm, item in tree["chosen"].items()
+        },
+        scores=tuple(Score(trial(item), _finite(item["val_loss"]), str(item["status"])) for item in tree["scores"]),
+    )
+
+
+def _point(tree: dict[str, Any], axes: Sequence[str]) -> Point:
+    for axis in axes:
+        given = [tree[path] for path in axis.partition("/")[::2] if path]
+        if len(given) == 2 and not all(map(is_number, given)):
+            raise ValueError(f"{axis} of the point {tree!r}")
+    for path, value in tree.items():
+        is_rate = path in ("train.lr", "train.min_lr")
+        if not isinstance(value, Value) or (is_rate and not is_number(value)):
+            raise ValueError(f"{path} = {value!r} of a point")
+        if is_number(value) and not math.isfinite(float(value)):  # type: ignore[arg-type]
+            raise ValueError(f"{path} = {value!r} of a point")
+    return tuple(tree.items())
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None

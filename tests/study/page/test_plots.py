@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_study import BASELINE, arm, write_study
+
+from qurve.study.curves import MOST_POINTS_IN_ALL, loss_range
+from qurve.study.page import plots
+from qurve.study.results import load
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("study"), fates={("mlp-4.75", 2): "diverged"}))
+
+
+def traces(plot, arm, layer="", **more):
+    return [
+        trace
+        for trace in plot["traces"]
+        if trace["meta"] == {"arm": arm, "layer": layer} and all(trace.get(key) == value for key, value in more.items())
+    ]
+
+
+def test_curves_have_mean_band_seeds_and_training(results):
+    plot = plots.curves_plot(results)
+    new = results.arms[2]
+    (mean,) = [t for t in traces(plot, "res-gelu", yaxis="y") if "mean of 3" in t.get("hovertemplate", "")]
+    assert (mean["x"][0], mean["x"][-1]) == (0, 400)
+    assert mean["y"][-1] == pytest.approx(new.val_loss, abs=1e-5)
+    (shade,) = traces(plot, "res-gelu", yaxis="y", fill="toself")
+    losses = [run.val_loss for run in new.finished]
+    assert max(losses) == pytest.approx(
+        max(y for x, y in zip(shade["x"], shade["y"], strict=True) if x == 400), abs=1e-5
+    )
+    assert min(losses) == pytest.approx(
+        min(y for x, y in zip(shade["x"], shade["y"], strict=True) if x == 400), abs=1e-5
+    )
+    (seeds,) = traces(plot, "res-gelu", "seeds", yaxis="y")
+    assert seeds["x"].count(None) == 3
+    assert set(seeds["text"]) == {"1", "2", "3"}
+    assert len(seeds["x"]) == len(seeds["y"]) == len(seeds["text"])
+    assert [layer["name"] for layer in plot["layers"]] == ["training", "seeds"]
+    (dashed,) = [t for t in plot["traces"] if t.get("line", {}).get("dash") and t["meta"]["layer"] == ""]
+    assert dashed["meta"]["arm"] == results.best.name == "res-gelu"
+    assert plot["layout"]["yaxis"]["range"] == list(loss_range(results))
+
+
+def test_a_diverged_seed_is_crossed_and_enters_no_mean(results):
+    plot = plots.curves_plot(results)
+    (cross,) = [t for t in traces(plot, "mlp-4.75") if t.get("marker", {}).get("symbol") == "x"]
+    assert (cross["x"], cross["text"]) == ([140], ["2"])
+    assert any("mean of 2" in t.get("hovertemplate", "") for t in traces(plot, "mlp-4.75"))
+    (own,) = [t for t in traces(plot, "mlp-4.75") if "text" in t and t["mode"] == "lines"]
+    assert set(own["text"]) == {"2"}
+    assert plot["arms"][1]["label"] == "MLP 4.75 (1 of 3 diverged)"
+
+
+def test_gains_begin_at_the_first_evaluation_and_name_the_parameters(results):
+    plot = plots.gains_plot(results)
+    assert [arm["name"] for arm in plot["arms"]] == ["mlp-4.75", "res-gelu"]
+    assert plot["arms"][0]["label"].startswith("MLP 4.75, 0.90 M")
+    assert min(min(x for x in trace["x"] if x is not None) for trace in plot["traces"]) == 0
+    assert "range" not in plot["layout"]["yaxis"]
+
+
+def test_the_search_rings_what_was_chosen(results):
+    plot = plots.search_plot(results)
+    rings = [t for t in plot["traces"] if t.get("marker", {}).get("symbol") == "circle-open"]
+    assert {t["meta"]["arm"]: t["x"] for t in rings} == {"baseline": [2e-3], "mlp-4.75": [4e-3], "res-gelu": [8e-3]}
+    crosses = [t for t in plot["traces"] if t.get("marker", {}).get("symbol") == "x"]
+    assert {x for trace in crosses for x in trace["x"]} == {1.6e-2}
+
+
+def test_a_label_is_no_markup_to_plotly(tmp_path):
+    plot = plots.curves_plot(load(write_study(tmp_path, (BASELINE, arm("new", "<b>bold</b> $arm-1")), seeds=(1,))))
+    assert {t["name"] for t in traces(plot, "new")} == {"&lt;b&gt;bold&lt;/b&gt; $arm-1"}
+
+
+def test_nothing_run_yet_is_a_plot_without_traces(tmp_path):
+    fates = {(name, seed): "missing" for name in ("baseline", "new") for seed in (1, 2)}
+    results = load(write_study(tmp_path, (BASELINE, arm("new", "New")), seeds=(1, 2), fates=fates))
+    for draw in (plots.curves_plot, plots.gains_plot):
+        plot = draw(results)
+        assert (plot["traces"], plot["layers"]) == ([], [])
+        json.dumps(plot, allow_nan=False)
+
+
+def test_many_long_runs_share_the_points(tmp_path):
+    arms = (BASELINE, arm("new", "New"))
+    few = load(write_study(tmp_path, arms, seeds=(1, 2), steps=900, every=1))
+    plot = plots.curves_plot(few)
+    assert all(len(trace["x"]) <= 2 * 400 + 2 for trace in plot["traces"])
+    assert 200 * plots.points_a_run(200) <= MOST_POINTS_IN_ALL

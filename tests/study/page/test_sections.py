@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from fake_study import BASELINE, arm, config, write_study
+from markupsafe import escape
+
+from qurve.study.drawing import heatmap
+from qurve.study.page import pieces
+from qurve.study.page.build import page
+from qurve.study.page.pieces import Numbers, Section, picture
+from qurve.study.page.sections import SECTIONS
+from qurve.study.results import load
+
+OF_MAPS = ("Stability over rate and decay", "Published claims of stability")
+"""Sections of studies alone that have a grid of rates and decays."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("study")))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(pieces, "svg", lambda *_, **__: "<svg></svg>")
+
+
+def test_a_section_is_one_entry_and_one_function(undrawn, results):
+    def stability(results):
+        return picture(
+            "stability",
+            lambda width: heatmap([[3.0, None]], ["0.1"], ["1e-3", "2e-3"], row_axis="a", column_axis="b", width=width),
+            alt="Loss by rate & decay",
+            caption="Crossed: diverged.",
+            numbers=Numbers("Loss", ["decay", "1e-3", "2e-3"], [["0.1", "3.0", "diverged"]]),
+        )
+
+    text = page(results, [Section("Stability", stability), Section("Ladder", lambda _: None)])
+    assert '<figure id="stability"' in text
+    assert f'aria-label="{escape("Loss by rate & decay")}"' in text
+    assert ">diverged</td>" in text
+    titles = re.findall(r'<h2 id="section-\d+">([^<]*)</h2>', text)
+    own = [section.title for section in SECTIONS if section.title not in OF_MAPS]
+    assert titles == [own[0], "Stability", *own[1:]]
+    assert re.findall(r'<li><a href="#section-\d+">([^<]*)</a>', text) == titles
+
+
+def test_every_figure_has_words_and_numbers_beside_it(undrawn, results):
+    text = page(results)
+    figures = re.findall(r"<figure.*?</figure>", text, flags=re.DOTALL)
+    assert [re.search('id="([^"]*)"', figure)[1] for figure in figures] == ["differences", "curves", "gains", "search"]
+    for figure in figures:
+        assert figure.count('role="img" aria-label="') == 2
+        assert "<figcaption>" in figure
+        assert "<details" in figure or "table" in re.search('data-alt="([^"]*)"', figure)[1]
+
+
+def test_a_table_beside_a_figure_has_the_means(undrawn, results):
+    table = re.search(r'<figure id="curves".*?</figure>', page(results), flags=re.DOTALL)[0]
+    assert f">{results.arms[2].val_loss:.4f}</td>" in table
+    assert "step 400" in table
+
+
+def test_a_study_without_others_has_no_section_about_them(undrawn, tmp_path):
+    text = page(load(write_study(tmp_path, (BASELINE,), search=False)))
+    titles = re.findall(r'<h2 id="section-\d+">([^<]*)</h2>', text)
+    assert "Gain from the first step on" not in titles
+    assert "Paired differences" not in titles
+    assert "Learning curves" in titles
+
+
+def grid(*architectures):
+    """Two rates by two decays of each architecture; the first point is the study's baseline."""
+    arms = []
+    for name, model in architectures:
+        for lr in (2e-3, 8e-3):
+            for decay in (0.1, 0.05):
+                tree = config(train__lr=lr, train__weight_decay=decay, model__query={"kind": model})
+                arms.append(
+                    arm(f"{name}@{lr:g}-{decay:g}", f"{name.title()}, rate {lr:g}, decay {decay:g}", config=tree)
+                )
+    return tuple(arms)
+
+
+def test_a_grid_of_rates_and_decays_becomes_maps_and_judges_the_claims(undrawn, tmp_path):
+    arms = grid(("baseline", "linear"), ("res-gelu", "bottleneck"))
+    fates = {("res-gelu@0.008-0.05", 1): "diverged"}
+    text = page(load(write_study(tmp_path, arms, seeds=(1,), fates=fates, search=False)))
+    for name in ("map-1", "map-2"):
+        assert f'<figure id="{name}"' in text
+    words = " ".join(re.sub("<[^>]*>", " ", text).split())
+    assert "1 of 1 diverged, spikes 0.0" in words
+    assert re.search(r"res-gelu 0\.05 2e-3 \d\.\d{4} ", words)
+    assert "res-gelu 0.1 8e-3 (the largest tried)" in words
+    assert re.search(r"diverges before step 20,000 of 60,000 .* baseline 1 0.05 diverges stable refuted 1", words)
+    assert "what is said to happen late in a long training cannot be ruled out" in words
+
+
+def test_other_studies_have_no_map_and_their_spikes_and_logits(undrawn, tmp_path, results):
+    text = page(results)
+    assert 'id="map-1"' not in text
+    assert 'id="claims"' not in text
+    words = " ".join(re.sub("<[^>]*>", " ", text[text.index('id="smoothness"') :]).split())
+    assert re.search(r"Baseline 3 0.0 0 – ", words)
+
+
+def test_worth_costs_and_noise_are_told_with_what_is_not_known(undrawn, results):
+    text = page(results)
+    for table in ("worth", "saved", "costs", "noise"):
+        assert f'<table id="{table}"' in text
+    words = " ".join(re.sub("<[^>]*>", " ", text).split())
+    assert "every arm: the manifest of the data is not at hand" in words
+    assert "900,000 (+12.5 %)" in words
+    assert "Minimum detectable effect with 3 seeds and 80 % power" in words
+    assert re.search(r"to see 0\.2 % takes \d+ seeds; 0\.5 % takes \d+ seeds; 1 % takes \d+ seeds", words)

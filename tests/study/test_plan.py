@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from qurve import accounting
+from qurve.config import apply_settings, to_dict
+from qurve.errors import BadInput
+from qurve.study.definition import Arm, Study
+from qurve.study.execute import Made
+from qurve.study.noise import Known, floor_of
+from qurve.study.plan import built_in_knowledge, make_plan, parse_effect, plan_sentences, plan_table
+from qurve.study.power import minimum_detectable, seeds_needed
+from qurve.study.search import Range, Search
+from tiny import TINY
+
+WIDE = apply_settings(TINY, ["model.d_ff=96"])
+STUDY = Study("tiny", "Tiny", (Arm("baseline", "Baseline", TINY), Arm("wide", "Wide", WIDE)))
+LOSSES = {"baseline": {1: 3.0, 2: 3.1, 3: 2.9}, "wide": {1: 3.01, 2: 3.09, 3: 2.91}}
+KNOWN = Known("there", floor_of(LOSSES, "baseline"), {"baseline": 64.0, "wide": 32.0}, to_dict(TINY), "a processor")
+
+
+@pytest.mark.parametrize(("text", "fraction"), [("0.2%", 0.002), ("1 %", 0.01), ("2.4%", 0.024)])
+def test_effects_are_per_cents(text, fraction):
+    assert parse_effect(text) == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize("text", ["0.2", "%", "-1%", "0%", "100%", "nan%", "1%%", "a%", "1% of it"])
+def test_other_effects_are_refused(text):
+    with pytest.raises(BadInput, match="in per cent of the baseline's loss"):
+        parse_effect(text)
+
+
+def test_cost_is_counted_arm_by_arm():
+    plan = make_plan(STUDY, 0.01, KNOWN)
+    base, wide = plan["arms"]
+    tokens = 3 * TINY.train.steps * TINY.train.tokens_per_step
+    assert (base["runs"], base["tokens"], plan["runs"], plan["tokens"]) == (3, tokens, 6, 2 * tokens)
+    assert wide["flops"] == tokens * accounting.count(WIDE.model).flops_per_token
+    assert (base["hours"], wide["hours"]) == (tokens / 64 / 3600, tokens / 32 / 3600)
+    assert plan["hours"] == base["hours"] + wide["hours"]
+
+
+def test_the_runs_of_a_search_are_counted_too():
+    search = Search({"train.lr": (1e-3, 1e-2, 1e-1)}, seeds=(101, 102))
+    twin = Arm("a-a", "A/A", TINY, seed_offset=1000)
+    searched = dataclasses.replace(STUDY, arms=(*STUDY.arms, twin), search=search)
+    plan = make_plan(searched, 0.01, KNOWN)
+    step = TINY.train.steps * TINY.train.tokens_per_step
+    base, wide = (accounting.count(config.model).flops_per_token for config in (TINY, WIDE))
+    assert (plan["search"]["runs"], plan["search"]["tokens"]) == (2 * 3 * 2, 12 * step)  # the A/A arm is not searched
+    assert plan["search"]["flops"] == 6 * step * (base + wide)
+    assert (plan["matched"]["runs"], plan["matched"]["flops"]) == (3, 3 * step * wide)
+    assert plan["runs"] == 12 + 9 + 3
+    assert plan["hours"] == pytest.approx(step * (6 / 64 + 6 / 32 + 3 / 64 + 3 / 32 + 3 / 64 + 3 / 32) / 3600)
+    assert (plan["tested"], plan["made"]) == (1, None)
+
+    halving = Search({"train.lr": Range(1e-3, 1)}, "halving", trials=4, rungs=2, factor=2)
+    plan = make_plan(dataclasses.replace(STUDY, search=halving), 0.01, KNOWN)
+    assert (plan["search"]["runs"], plan["search"]["tokens"]) == (2 * (4 + 2), 2 * (4 * step // 2 + 2 * step))
+
+
+def test_what_a_pool_holds_is_taken_off():
+    search = Search({"train.lr": (1e-3, 1e-2)})
+    plan = make_plan(dataclasses.replace(STUDY, search=search), 0.01, KNOWN, Made(STUDY, 4, {"baseline": 2}))
+    assert [arm["made"] for arm in plan["arms"]] == [2, 0]
+    assert (plan["search"]["made"], plan["matched"], plan["made"], plan["runs"]) == (4, None, 6, 10)
+    left = plan["arms"][0]["hours"] / 3 + plan["arms"][1]["hours"]
+    assert plan["hours_left"] == pytest.approx(left)
+    assert f"6 of 10 runs are in the pool, 4 are left (about {left:,.2f} hours)." in plan_sentences(plan)
+
+
+def test_declared_looks_make_each_of_them_stricter():
+    plan = make_plan(dataclasses.replace(STUDY, looks=(3, 6)), 0.01, KNOWN)
+    spread = KNOWN.floor.differences.value
+    assert plan["seeds_needed"] == seeds_needed(0.03, spread, level=0.025)
+    assert plan["detectable_percent"] == pytest.approx(100 * minimum_detectable(3, spread, level=0.025) / 3.0)
+    assert "Each look (declared at 3, 6 seeds) is judged at 2.5 %." in plan_sentences(plan)
+
+
+def test_seeds_come_from_the_noise():
+    plan = make_plan(STUDY, 0.01, KNOWN)
+    spread = KNOWN.floor.differences
+    assert plan["effect_nats"] == pytest.approx(0.03)
+    needed = [seeds_needed(0.03, sd) for sd in (spread.value, spread.low, spread.high)]
+    assert [plan[key] for key in ("seeds_needed", "seeds_needed_low", "seeds_needed_high")] == needed
+    assert plan["detectable_percent"] == pytest.approx(100 * minimum_detectable(3, spread.value) / 3.0)
+    assert f"you need n = {needed[0]} seeds" in " ".join(plan_sentences(plan))
+
+
+def test_each_arm_more_is_one_more_to_correct_for():
+    third = dataclasses.replace(STUDY, arms=(*STUDY.arms, Arm("third", "Third", apply_settings(TINY, ["train.lr=1"]))))
+    plan = make_plan(third, 0.01, KNOWN)
+    assert plan["seeds_needed"] == seeds_needed(0.03, KNOWN.floor.differences.value, arms=2)
+    assert plan["arms"][2]["hours"] is None
+    assert plan["hours"] is None
+    assert "2 arms judged together" in " ".join(plan_sentences(plan))
+
+
+def test_without_a_noise_figure_it_says_how_to_get_one():
+    for known in (None, dataclasses.replace(KNOWN, floor=None)):
+        plan = make_plan(STUDY, 0.01, known)
+        assert plan["seeds_needed"] is None
+        assert "No noise figure is known" in plan_sentences(plan)[-1]
+        assert "qurve compare tiny --seeds 3 --out DIR" in plan_sentences(plan)[-1]
+
+
+def test_noise_of_another_size_is_marked_and_its_speed_not_taken():
+    other = to_dict(apply_settings(TINY, ["model.n_layers=1", "train.seed=7"]))
+    plan = make_plan(STUDY, 0.01, dataclasses.replace(KNOWN, config=other))
+    assert plan["other_settings"] == ["model.n_layers 1 there, 2 here"]
+    assert plan["hours"] is None
+    assert "the noise is that of other settings (model.n_layers 1 there" in " ".join(plan_sentences(plan)).lower()
+
+
+def test_two_seeds_are_said_to_decide_nothing():
+    plan = make_plan(dataclasses.replace(STUDY, seeds=(1, 2)), 1e-9, KNOWN)
+    assert plan["detectable_percent"] is None
+    told = " ".join(plan_sentences(plan))
+    assert "Its 2 seeds give no verdict" in told
+    assert "n = more than 100,000 seeds" in told
+
+
+def test_the_small_study_is_planned_with_its_own_evidence():
+    root = Path(__file__).parents[2]
+    known = built_in_knowledge("small")
+    assert (root / known.source).read_bytes() == (root / "src" / "qurve" / "small-compare.json").read_bytes()
+    assert known.floor.baseline.n >= 3
+    assert built_in_knowledge("paper") is None
+
+
+def test_the_terminal_shows_every_arm_in_80_columns():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(plan_table(make_plan(STUDY, 0.01, KNOWN)))
+    text = console.export_text()
+    assert "…" not in text
+    assert all(word in text for word in ("Baseline", "Wide", "all"))

@@ -1,0 +1,260 @@
+"""One pool of runs under several studies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qurve.data.loader import TokenData
+from qurve.errors import BadInput, Busy
+from qurve.files import LOCK, claimed
+from qurve.runfolder import RunFolder
+from qurve.study import execute, jobs, local
+from qurve.study.definition import Arm, Study
+from qurve.study.execute import run_study
+from qurve.study.jobs import Job, run_path
+from qurve.study.pool import in_pool, link, run_evidence, write_evidence
+from qurve.study.results import load
+from tiny import InProcess, tiny
+
+
+def make_study(name: str, *arms: str, seeds: tuple[int, ...] = (1,)) -> Study:
+    widths = {"baseline": "model.d_ff=64", "wide": "model.d_ff=96", "wider": "model.d_ff=128"}
+    made = tuple(Arm(arm, arm.title(), tiny("train.steps=2", widths[arm])) for arm in ("baseline", *arms))
+    return Study(name, name.title(), made, seeds)
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
+    monkeypatch.setattr(execute, "SECONDS_BETWEEN_LOOKS", 0)
+
+
+def run(study: Study, folder: Path, data: TokenData, pool: Path | None, **more: Any) -> list[str]:
+    said: list[str] = []
+    failed = run_study(study, folder, data, command="", workers=1, pool=pool, say=said.append, **more)
+    assert failed == {}
+    return said
+
+
+def started(said: list[str]) -> list[str]:
+    return [text.partition("] ")[2].partition(":")[0] for text in said if text.startswith("[")]
+
+
+def test_two_studies_make_what_they_share_once(data: TokenData, tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    assert started(run(make_study("first", "wide"), tmp_path / "first", data, pool)) == [
+        "baseline, seed 1",
+        "wide, seed 1",
+    ]
+    said = run(make_study("second", "wider"), tmp_path / "second", data, pool)
+    assert started(said) == ["wider, seed 1"]
+    assert any("1 of 2 runs are made already and kept" in text for text in said)
+    places = [os.path.realpath(run_path(tmp_path / name, "baseline", 1)) for name in ("first", "second")]
+    assert places[0] == places[1]
+    assert len(list(pool.iterdir())) == 3
+    for name in ("first", "second"):
+        assert all(run.finished for run in load(tmp_path / name).runs)
+
+
+def test_a_place_in_the_pool_is_the_hash_of_the_resolved_configuration_and_the_link_is_relative(
+    data: TokenData, tmp_path: Path
+) -> None:
+    run(make_study("first"), tmp_path / "here" / "first", data, tmp_path / "here" / "pool")
+    path = run_path(tmp_path / "here" / "first", "baseline", 1)
+    tree, stored = RunFolder(path).config_json()
+    assert Path(os.path.realpath(path)).name == stored
+    assert tree["data"]["fingerprint"] == data.fingerprint
+    assert not Path(os.readlink(path)).is_absolute()
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    assert load(tmp_path / "there" / "first").baseline.runs[1].finished
+
+
+def test_other_seeds_data_and_threads_have_other_places(tmp_path: Path) -> None:
+    arm = Arm("baseline", "Baseline", tiny())
+    job = Job(arm, 1, tiny(), tmp_path / "run")
+    settings = ("train.seed=2", "data.fingerprint=f", "train.threads=2", "train.device=cuda")
+    places = {in_pool(dataclasses.replace(job, config=tiny(each)), tmp_path).folder for each in settings}
+    assert len(places) == len(settings)
+    assert in_pool(job, tmp_path).folder not in places
+
+
+def test_a_study_of_its_own_stays_so_and_a_pooled_one_goes_on_without_its_pool_named(
+    data: TokenData, tmp_path: Path
+) -> None:
+    pool = tmp_path / "pool"
+    run(make_study("own"), tmp_path / "own", data, None)
+    run(make_study("own"), tmp_path / "own", data, pool)
+    assert not run_path(tmp_path / "own", "baseline", 1).is_symlink()
+    assert not pool.exists()
+    run(make_study("pooled"), tmp_path / "pooled", data, pool)
+    assert started(run(make_study("pooled"), tmp_path / "pooled", data, None)) == []
+
+
+def test_a_link_to_another_run_is_refused_and_one_that_leads_nowhere_is_mended(data: TokenData, tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    run(make_study("first"), tmp_path / "first", data, pool)
+    with pytest.raises(BadInput, match=r"another configuration \(train\.lr"):
+        run(make_study("first").change(["train.lr=0.5"]), tmp_path / "first", data, pool)
+    shutil.rmtree(pool)
+    assert started(run(make_study("first"), tmp_path / "first", data, pool)) == ["baseline, seed 1"]
+    assert load(tmp_path / "first").baseline.runs[1].finished
+
+
+def test_a_run_that_another_study_is_making_waits_until_the_others_are_done(data: TokenData, tmp_path: Path) -> None:
+    """The other study's hand is on the baseline until the wide arm is made here."""
+    pool, study = tmp_path / "pool", make_study("second", "wide")
+    (job,) = [j for j in resolved_jobs(study, tmp_path / "second", data, pool) if j.arm.name == "baseline"]
+    job.folder.mkdir(parents=True)
+    said: list[str] = []
+    with claimed(job.folder):
+
+        def say(text: str) -> None:
+            said.append(text)
+            if "wide, seed 1:" in text:  # now the other lets go
+                (job.folder / LOCK).unlink()
+
+        failed = run_study(study, tmp_path / "second", data, command="", workers=1, pool=pool, say=say)
+    assert failed == {}
+    assert len([text for text in said if "baseline, seed 1: another process is working on" in text]) == 1
+    assert started(said) == ["wide, seed 1", "baseline, seed 1"]
+    assert all(run.finished for run in load(tmp_path / "second").runs)
+
+
+def resolved_jobs(study: Study, folder: Path, data: TokenData, pool: Path) -> list[Job]:
+    planned = jobs.jobs_of(study, folder)
+    configs = jobs.resolved([job.config for job in planned], 2, str(data.folder))
+    return [in_pool(dataclasses.replace(j, config=c), pool) for j, c in zip(planned, configs, strict=True)]
+
+
+def test_a_busy_run_is_no_failure(data_folder: Path, tmp_path: Path) -> None:
+    job = Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")
+    job.folder.mkdir()
+    with claimed(job.folder):
+        outcome = jobs.make(job, "cpu", str(data_folder))
+        with pytest.raises(Busy), claimed(job.folder):
+            raise AssertionError("taken twice")
+    assert outcome.kind == "busy"
+    assert not RunFolder(job.folder).is_begun()
+
+
+def test_an_interruption_does_not_mark_a_run_that_another_study_has_gone_on_with(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "a").create("{}", "", {})
+    job = Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "a")
+    with claimed(job.folder):
+        assert execute._mark_dead(job, "stopped", "interrupted") == "interrupted"
+    assert RunFolder(tmp_path / "a").status()["status"] == "running"
+    execute._mark_dead(job, "stopped", "interrupted")
+    assert RunFolder(tmp_path / "a").status()["status"] == "stopped"
+
+
+def test_two_arms_of_one_configuration_are_one_run(data: TokenData, tmp_path: Path) -> None:
+    study = make_study("twins")
+    study = dataclasses.replace(study, arms=(*study.arms, dataclasses.replace(study.arms[0], name="twin")))
+    run(study, tmp_path / "twins", data, tmp_path / "pool")
+    assert len(list((tmp_path / "pool").iterdir())) == 1
+    assert all(run.finished for run in load(tmp_path / "twins").runs)
+
+
+def test_a_link_that_cannot_be_made_names_the_pool(tmp_path: Path) -> None:
+    (tmp_path / "pool").write_text("a file")
+    job = in_pool(Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "run"), tmp_path / "pool")
+    with pytest.raises(BadInput, match="give another --pool"):
+        link(job)
+
+
+TOGETHER = """
+import sys
+from pathlib import Path
+from qurve.data.loader import TokenData
+from qurve.study.definition import Arm, Study
+from qurve.study.execute import run_study
+from tiny import tiny
+
+if __name__ == "__main__":
+    folder, pool, data, *order = sys.argv[1:]
+    arms = tuple(Arm(f"d{d_ff}", d_ff, tiny("train.steps=60", f"model.d_ff={d_ff}")) for d_ff in order)
+    study = Study("together", "Together", arms, (1, 2), baseline=arms[0].name)
+    failed = run_study(study, Path(folder), TokenData.open(data), command="", workers=1, retries=0, pool=Path(pool))
+    sys.exit(len(failed))
+"""
+
+
+@pytest.mark.slow
+def test_two_studies_at_work_at_once_make_no_run_twice(data_folder: Path, tmp_path: Path) -> None:
+    script, pool = tmp_path / "study.py", tmp_path / "pool"
+    script.write_text(TOGETHER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    orders = {"first": ("64", "96", "128"), "second": ("128", "64", "160")}
+    at_work = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / name, pool, data_folder, *order],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, order in orders.items()
+    ]
+    told = [process.communicate(timeout=300)[0] for process in at_work]
+    assert [process.returncode for process in at_work] == [0, 0], told
+    runs = [RunFolder(path) for path in pool.iterdir()]
+    assert len(runs) == 8
+    for run in runs:
+        assert [line["step"] for line in run.train_lines()] == list(range(1, 61))
+        assert "resumed" not in run.environment()
+    for name in orders:
+        assert all(run.finished for run in load(tmp_path / name).runs)
+
+
+# ------------------------------------------------------------------------------------------------------------ evidence
+
+
+def test_evidence_of_a_run_is_its_numbers_without_a_path(finished: RunFolder, tmp_path: Path) -> None:
+    assert write_evidence([finished.path], tmp_path) == 1
+    tree, stored = finished.config_json()
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    assert file.name == f"{stored}.json"
+    assert (found["hash"], found["status"], found["steps"], found["diverged_at"]) == (stored, "finished", 4, None)
+    assert found["losses"] == {"val": [[line["step"], line["loss"]] for line in finished.eval_lines()]}
+    assert found["final"] == {"val": finished.eval_lines()[-1]["loss"]}
+    norms = sorted(line["grad_norm"] for line in finished.train_lines())
+    assert found["grad_norm"] == {"largest": norms[-1], "median": (norms[1] + norms[2]) / 2}
+    last = finished.train_lines()[-1]
+    assert found["tokens_per_s"] == last["tokens"] / last["seconds"]
+    assert found["config"] == {**tree, "data": {**tree["data"], "path": None}}
+    assert found["max_logit"] is None
+    assert str(Path(tree["data"]["path"]).parent) not in file.read_text()
+    assert found["environment"]["torch"] == finished.environment()["torch"]
+
+
+def test_evidence_tells_where_a_run_diverged_and_its_largest_logit(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.create('{"format": 1, "data": {"path": "/somewhere"}}', "cafe", {"cpu": "made up"})
+    line = {"step": 1, "loss": 5.0, "lr": 0.1, "grad_norm": 2.0, "tokens": 8, "seconds": 1.0, "batch_sha": ""}
+    run.append({"step": 0, "split": "val", "loss": 6.0, "tokens": 1, "max_logit": [1.5, None]})
+    run.append(line)
+    run.append({"step": 1, "split": "val", "loss": 5.5, "tokens": 1, "max_logit": [1.0, 4.5]})
+    run.set_status("diverged", step=1, why="planted")
+    found = run_evidence(run)
+    assert (found["status"], found["diverged_at"], found["max_logit"]) == ("diverged", 1, 4.5)
+    assert (found["final"], found["losses"]) == ({"val": None}, {"val": [(0, 6.0), (1, 5.5)]})
+    assert (found["tokens_per_s"], found["config"]["data"]) == (8.0, {"path": None})
+
+
+def test_evidence_passes_over_what_is_not_made_or_damaged(finished: RunFolder, tmp_path: Path) -> None:
+    for name, change in (("running", {"status": "running"}), ("damaged", {"status": "odd"})):
+        shutil.copytree(finished.path, tmp_path / name)
+        file = tmp_path / name / "status.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    (tmp_path / "empty").mkdir()
+    assert write_evidence([path for path in tmp_path.iterdir() if path.is_dir()], tmp_path / "out") == 0

@@ -1,0 +1,282 @@
+"""Maps, sensitivities and judgements: on cases whose answers are known beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_study import arm, config, write_study
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
+from qurve.study.results import load
+from qurve.study.stability import (
+    CLAIMS,
+    NEAR,
+    PAPER_RATE,
+    SPIKE,
+    SPIKE_WINDOW,
+    WORSE,
+    Claim,
+    Ending,
+    Map,
+    endings_of,
+    evidence,
+    judge,
+    maps_of,
+    spikes,
+)
+
+START = 7.0
+
+
+def ending(lr: float, decay: float, loss: float | None, **more: Any) -> Ending:
+    """A finished run; one without a loss diverged."""
+    status = "finished" if loss is not None else "diverged"
+    found = Ending("res-gelu", lr, decay, 1, status, 400 if loss is not None else 140, START, loss, 0, 3.0)
+    return dataclasses.replace(found, **more)
+
+
+def map_of(*endings: Ending) -> Map:
+    (found,) = maps_of(endings).values()
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- map
+
+
+def test_a_cell_is_the_mean_over_its_seeds() -> None:
+    found = map_of(
+        ending(1e-3, 0.1, 5.0, spikes=4, max_logit=7.0),
+        ending(1e-3, 0.1, 5.2, seed=2, spikes=1, max_logit=None),
+        ending(2e-3, 0.1, None),
+        ending(2e-3, 0.1, 5.1, seed=2),
+    )
+    whole, broken = found.cells[1e-3, 0.1], found.cells[2e-3, 0.1]
+    assert whole.loss == pytest.approx(5.1)
+    assert (whole.spikes, whole.max_logit, whole.diverged, whole.diverged_after) == (2.5, 7.0, 0.0, ())
+    assert (broken.loss, broken.diverged, broken.diverged_after) == (None, 0.5, (140,))
+    assert found.best is whole
+
+
+def test_what_is_stable() -> None:
+    found = map_of(
+        ending(1e-3, 0.1, 5.0 + 3 * WORSE),  # slow, not unstable
+        ending(2e-3, 0.1, 5.0),
+        ending(4e-3, 0.1, 5.0 + 0.9 * WORSE),
+        ending(8e-3, 0.1, 5.0 + 1.1 * WORSE),
+        ending(1.6e-2, 0.1, None),
+        ending(2e-3, 0.0, 5.0 + 0.5 * WORSE),
+        ending(4e-3, 0.0, None, status="running"),
+        ending(8e-3, 0.0, 5.0),
+        ending(1e-3, 0.05, None),
+    )
+    assert [found.stable(lr, 0.1) for lr in found.rates] == [True, True, True, False, False]
+    assert [found.stable(lr, 0.0) for lr in (1e-3, 2e-3, 4e-3)] == [None, True, None]
+    assert found.largest_stable(0.1) == 4e-3
+    assert found.largest_stable(0.0) == 2e-3  # the next one is not known to be
+    assert found.largest_stable(0.05) is None
+
+
+def test_one_seed_that_diverges_is_enough_and_one_that_runs_is_not() -> None:
+    good, running = ending(1e-3, 0.1, 5.0), ending(1e-3, 0.1, None, seed=2, status="running")
+    assert map_of(good, running).stable(1e-3, 0.1) is None
+    assert map_of(ending(1e-3, 0.1, None), running).stable(1e-3, 0.1) is False
+    assert map_of(ending(1e-3, 0.1, None, status="failed"), good).stable(1e-3, 0.1) is None
+
+
+# --------------------------------------------------------------------------------------------------------- sensitivity
+
+
+def test_sensitivity_by_hand() -> None:
+    """Rates that end at 5.5, 5.0, above the start (cut to 7) and nowhere (7): 0.5, 0, 2 and 2 above the best."""
+    losses = {1e-3: 5.5, 2e-3: 5.0, 4e-3: 9.0, 8e-3: None}
+    found = map_of(*(ending(lr, 0.1, loss) for lr, loss in losses.items()), ending(1e-3, 0.0, 3.0))
+    assert found.sensitivity(0.1) == pytest.approx(4.5 / 4)
+    assert found.sensitivity(0.0) == 0.0
+
+
+def test_sensitivity_needs_every_rate_and_one_that_works() -> None:
+    assert map_of(ending(1e-3, 0.1, 5.0), ending(2e-3, 0.1, None, status="stopped")).sensitivity(0.1) is None
+    assert map_of(ending(1e-3, 0.1, None)).sensitivity(0.1) is None
+    assert map_of(ending(1e-3, 0.1, 5.0, start_loss=None)).sensitivity(0.1) is None
+
+
+losses = st.lists(st.one_of(st.none(), st.floats(1.0, 20.0)), min_size=1, max_size=6)
+
+
+@given(losses, st.randoms(use_true_random=False))
+def test_sensitivity_is_bounded_and_knows_no_order(found: list[float | None], shuffler: random.Random) -> None:
+    rates = [1e-3 * 2**i for i in range(len(found))]
+    shuffled = found.copy()
+    shuffler.shuffle(shuffled)
+    one, other = (
+        map_of(*(ending(lr, 0.1, loss) for lr, loss in zip(rates, values, strict=True))).sensitivity(0.1)
+        for values in (found, shuffled)
+    )
+    if all(loss is None for loss in found):
+        assert one is other is None
+        return
+    assert one == pytest.approx(other)
+    best = min(START, *(loss for loss in found if loss is not None), START)
+    assert -1e-9 <= one <= START - best + 1e-9
+    worse = map_of(*(ending(lr, 0.1, loss) for lr, loss in zip(rates, found, strict=True)), ending(1.0, 0.1, None))
+    assert worse.sensitivity(0.1) >= one - 1e-9  # one more rate, which diverges
+
+
+# -------------------------------------------------------------------------------------------------------------- spikes
+
+
+def test_spikes_are_judged_by_the_steps_before_alone() -> None:
+    norms = [1.0] * 150
+    norms[20] = 50.0  # too early: there are not enough before it
+    norms[SPIKE_WINDOW] = SPIKE + 0.01
+    norms[120] = SPIKE  # no more than
+    norms[149] = 1e6
+    assert spikes(norms) == [SPIKE_WINDOW, 149]
+    assert spikes(norms[:SPIKE_WINDOW]) == spikes([]) == []
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=0, max_size=160))
+def test_spikes_are_the_rules(norms: list[float]) -> None:
+    expected = [
+        step
+        for step in range(SPIKE_WINDOW, len(norms))
+        if norms[step] > SPIKE * statistics.median(norms[step - SPIKE_WINDOW : step])
+    ]
+    assert spikes(norms) == expected
+
+
+# -------------------------------------------------------------------------------------------------------------- claims
+
+AT_FIVE = Claim("", "", "res-gelu", 5 * PAPER_RATE, 0.05, "stable")
+
+
+@pytest.mark.parametrize(
+    ("says", "loss", "verdict", "found"),
+    [
+        ("stable", 5.0, "confirmed", "stable"),
+        ("stable", None, "refuted", "unstable"),
+        ("stable", 5.0 + 2 * WORSE, "refuted", "unstable"),
+        ("diverges", None, "confirmed", "unstable"),
+        ("diverges", 5.0, "refuted", "stable"),
+        ("disputed", 5.0, "disputed", "stable"),
+        ("disputed", None, "disputed", "unstable"),
+    ],
+)
+def test_a_claim_is_judged_at_its_multiple_of_the_baselines_rate(
+    says: Any, loss: float | None, verdict: str, found: str
+) -> None:
+    map_ = map_of(ending(2e-3, 0.05, 5.0), ending(1e-2, 0.05, loss), ending(3e-3, 0.05, 6.0))
+    judged = judge(dataclasses.replace(AT_FIVE, says=says), map_, base_rate=2e-3)
+    assert (judged.verdict, judged.found, judged.lr, judged.seeds) == (verdict, found, 1e-2, 1)
+    assert ("diverged, after step 140" in judged.why) == (loss is None)
+    assert loss is None or f"{loss - 5.0:.3f} nats above its best" in judged.why
+
+
+@pytest.mark.parametrize(
+    "map_",
+    [
+        None,
+        map_of(ending(1e-2, 0.1, 5.0)),
+        map_of(ending(1e-2 * NEAR * 1.01, 0.05, 5.0)),
+        map_of(ending(1e-2, 0.05, None, status="running")),
+    ],
+    ids=["no such arm", "another decay", "another rate", "not finished"],
+)
+def test_what_was_not_run_is_not_judged(map_: Map | None) -> None:
+    judged = judge(AT_FIVE, map_, base_rate=2e-3)
+    assert (judged.verdict, judged.found) == ("not run", None)
+    assert judge(AT_FIVE, map_of(ending(1e-2 * 1.09, 0.05, 5.0)), base_rate=2e-3).verdict == "confirmed"
+
+
+def test_the_published_claims() -> None:
+    told = {(claim.arm, round(claim.multiple, 2), claim.weight_decay): claim.says for claim in CLAIMS}
+    assert len(told) == len(CLAIMS)
+    assert [decay for name, _, decay in told if name == "baseline"] == [0.1, 0.05, 2**-5, 0.0]
+    assert told["res-gelu", 6.67, 0.1] == told["res-gelu", 4.0, 0.05] == told["identity", 3.7, 0.1] == "stable"
+    assert told["res-gelu", 5.0, 0.05] == told["baseline", 1.0, 0.05] == "diverges"
+    assert told["res-gelu", 5.0, 2**-5] == "disputed"
+    assert all(claim.source.startswith("arXiv") for claim in CLAIMS)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """Two architectures at two rates, one decay; `changes` to the model of the last arm."""
+    arms = [
+        arm(f"{name}@{lr:g}-0.05", name, config=config(train__lr=lr, train__weight_decay=0.05, **(model | more)))
+        for name, model in (("baseline", {}), ("res-gelu", {"model__query": {"kind": "bottleneck"}}))
+        for lr, more in ((2e-3, {}), (1e-2, changes if name == "res-gelu" else {}))
+    ]
+    return write_study(folder, tuple(arms), seeds=(1, 2), search=False, fates={("res-gelu@0.01-0.05", 2): "diverged"})
+
+
+def test_a_folder_becomes_maps(tmp_path: Path) -> None:
+    run = RunFolder(written(tmp_path) / "runs" / "baseline@0.01-0.05" / "seed-1")
+    lines = list(run.metrics())
+    for line in lines:
+        if line.get("split") == "val":
+            line["max_logit"] = [None, 40.0 if line["step"] == 200 else 2.0]
+        elif line["step"] in (50, 200, 300):
+            line["grad_norm"] = 9.0
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    results = load(tmp_path)
+    maps = maps_of(endings_of(results))
+    assert list(maps) == ["baseline", "res-gelu"]
+    assert maps["baseline"].rates == [2e-3, 1e-2]
+    cell = maps["baseline"].cells[1e-2, 0.05]
+    assert cell.loss == results.arms[1].val_loss
+    assert (cell.spikes, cell.max_logit) == (1.0, 40.0)  # two spikes with one seed, none with the other
+    assert maps["baseline"].start_loss == pytest.approx(statistics.fmean(r.val[0][1] for r in results.runs[:4]))
+    assert maps["res-gelu"].cells[1e-2, 0.05].diverged_after == (140,)
+
+    tree = json.loads(json.dumps(evidence(results), allow_nan=False))
+    assert tree["base_rate"] == 2e-3
+    judged = {(c["arm"], c["weight_decay"], c["says"]): c for c in tree["claims"]}
+    assert judged["res-gelu", 0.05, "diverges"]["verdict"] == "confirmed"
+    assert judged["baseline", 0.05, "diverges"]["verdict"] == "refuted"
+    assert judged["identity", 0.1, "stable"]["verdict"] == "not run"
+    assert tree["scale"] == "800,000 non-embedding parameters, 400 steps of 2,048 tokens"
+    assert tree["maps"][1]["by_decay"][0]["largest_stable_lr"] == 2e-3
+    assert tree["maps"][1]["by_decay"][0]["largest_tried"] is False
+    assert math.isfinite(tree["maps"][1]["by_decay"][0]["sensitivity"])
+
+
+def test_a_rate_of_zero_is_a_rate() -> None:
+    assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=2e-3).verdict == "not run"
+    assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=0.0).verdict == "confirmed"
+
+
+def test_arms_without_a_rate_are_refused(tmp_path: Path) -> None:
+    bare = config()
+    del bare["train"]["lr"]
+    write_study(tmp_path, (arm("baseline", "Baseline", config=bare),), search=False)
+    with pytest.raises(BadInput, match=r"the arm baseline has no train\.lr, by which a map is made"):
+        endings_of(load(tmp_path))
+
+
+def test_one_name_is_one_architecture(tmp_path: Path) -> None:
+    results = load(written(tmp_path, model__d_ff=600))
+    with pytest.raises(BadInput, match=r"res-gelu@0.002-0.05 and res-gelu@0.01-0.05 are one architecture by their"):
+        endings_of(results)
+
+
+def test_runs_that_are_missing_or_damaged_are_no_points(tmp_path: Path) -> None:
+    written(tmp_path)
+    for name, seed in (("baseline@0.002-0.05", 1), ("baseline@0.01-0.05", 2)):
+        (tmp_path / "runs" / name / f"seed-{seed}" / "metrics.jsonl").write_text("{broken\n")
+    (map_, _) = maps_of(endings_of(load(tmp_path))).values()
+    assert map_.stable(2e-3, 0.05) is None
+    assert map_.largest_stable(0.05) is None
+    assert map_.sensitivity(0.05) is None
+    assert evidence(load(tmp_path))["claims"][1]["verdict"] == "not run"

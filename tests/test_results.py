@@ -1,0 +1,138 @@
+"""The page of what came out: what it says of the evidence, made of invented numbers, not the figures themselves."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_study import BASELINE, NONLINEAR, STEPS, WIDER, arm, config, write_study
+
+from qurve import plugins
+from qurve.study.evidence import compact_evidence
+from qurve.study.ladder_results import LadderResults, measured, to_json
+from qurve.study.results import load
+from qurve.study.stability import evidence as stability_evidence
+from qurve.study.study_json import read_study
+
+ROOT = Path(__file__).parents[1]
+results = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "results.py")))
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def write(folder: Path, name: str, tree: Any) -> str:
+    (folder / f"{name}.json").write_text(json.dumps(tree))
+    return str(results.page(folder))
+
+
+def test_without_evidence_every_section_says_so(tmp_path: Path) -> None:
+    text = results.page(tmp_path)
+    assert text.count("\n## ") == len(results.SECTIONS)
+    assert " ".join(text.split()).count("is not among the results") == len(results.SECTIONS)
+    assert "**No GPU has run it.**" in section(text, "Ten minutes of a GPU")
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_searched_study_shows_points_intervals_and_verdicts(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "study", fates={("mlp-4.75", 2): "diverged"})
+    tree = compact_evidence(load(folder))
+    text = write(tmp_path, "fair-search", tree | {"search": read_study(folder / "study.json")["search"]})
+    text = section(text, "Best against best")
+    assert (
+        f"`qurve compare small --seeds 3`; 800,000 non-embedding parameters, {STEPS} steps of 2,048 tokens; 3 seeds"
+        in text
+    )
+    assert "| res-gelu | 10 | train.lr 0.008, train.min_lr 0.00016 | 5.2000 | no |" in text
+    row = next(row for row in tree["rows"] if row["arm"] == "res-gelu")
+    shown = f"{row['diff']:+.4f} [{row['diff_low']:+.4f}, {row['diff_high']:+.4f}] | {row['dll_percent']:+.2f} %"
+    assert shown in text
+    assert row["verdict"] in text
+    assert "lower loss than the baseline" in row["verdict"]
+    assert "Not finished: MLP 4.75: seed 2 diverged" in text
+    assert "**What it does not say.**" in text
+
+
+def test_the_papers_rows_stand_beside_ours(tmp_path: Path) -> None:
+    found = load(write_study(tmp_path / "study", search=False))
+    beside = runpy.run_path(str(ROOT / "experiments" / "table1.py"))["beside"]
+    text = write(tmp_path, "table1", compact_evidence(found) | {"table": list(beside(found))})
+    text = section(text, "Table 1")
+    assert "0.008 to 0.00016, decay 0.1 | 2.8736 | +2.40 % |" in text
+    assert "- Res. GELU (nonlinear query): lower loss than the baseline" in text
+
+
+def test_a_gain_is_followed_along_the_steps(tmp_path: Path) -> None:
+    plugins.make_importable(ROOT / "experiments")
+    curves = runpy.run_path(str(ROOT / "experiments" / "figure2.py"))["curves"]
+    found = load(write_study(tmp_path / "study", (BASELINE, NONLINEAR), search=False))
+    text = write(tmp_path, "figure2", compact_evidence(found) | {"curves": curves(found), "unknown": ["who ran it"]})
+    text = section(text, "Figure 2")
+    assert "| configuration | parameters | step 20 |" in text
+    assert "| step 400 |" in text
+    assert "- who ran it" in text
+
+
+def test_stability_says_which_claims_hold(tmp_path: Path) -> None:
+    points = tuple(
+        arm(f"baseline@{lr:g}-0.05", "B", config=config(train__lr=lr, train__weight_decay=0.05)) for lr in (2e-3, 1e-2)
+    )
+    fates = {("baseline@0.01-0.05", 1): "diverged"}
+    found = load(write_study(tmp_path / "study", points, seeds=(1,), search=False, fates=fates))
+    text = section(write(tmp_path, "stability", stability_evidence(found)), "Stability")
+    assert "| baseline | 0.05 | 0.002 |" in text
+    assert "| diverges | 0.002 | **refuted** |" in text
+    assert "**not run**" in text
+
+
+def test_ablations_are_held_against_the_layer_too(tmp_path: Path) -> None:
+    tree = compact_evidence(load(write_study(tmp_path / "study", search=False)))
+    text = section(write(tmp_path, "ablations", tree | {"against_the_layer": tree["rows"][:1]}), "Which parts matter")
+    assert text.partition("Against the paper's layer:")[2].count("| Baseline |") == 1
+    assert text.count("| MLP 4.75 |") == 1
+
+
+def test_context_names_its_yardstick(tmp_path: Path) -> None:
+    tree = compact_evidence(load(write_study(tmp_path / "study", (BASELINE, WIDER), search=False)))
+    gain = {key: value for key, value in tree["rows"][1].items() if key != "arm"}
+    gains = [{"of": "query", "from": "baseline", "to": "mlp-4.75", **gain}]
+    yardstick = {"dll_percent": 1.78, "what": "rotary", "source": "somewhere"}
+    text = section(write(tmp_path, "context", tree | {"gains": gains, "yardstick": yardstick}), "Other surroundings")
+    assert "| query | Baseline | MLP 4.75 |" in text
+    assert "yardstick is 1.78 %: rotary (somewhere)" in text
+
+
+def test_a_ladder_shows_rungs_and_slopes(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "rung", (BASELINE, NONLINEAR), search=False)
+    rung = measured(folder, "2x32@20", (2, 32), 20.0, 10**6)
+    found = LadderResults("ladder", "A ladder", "qurve study ladder x", "baseline", "f" * 64, (rung,))
+    text = section(write(tmp_path, "ladder", json.loads(to_json(found))), "Along size and length")
+    assert "| 2x32@20 | 800,000 | 819,200 | 3 |" in text
+    assert "gain, Res. GELU (nonlinear query)" in text
+
+
+def test_a_gpus_quarter_of_an_hour(tmp_path: Path) -> None:
+    arms = {
+        "baseline": {"val": 4.0, "test": 4.1, "test_differences": [0.0] * 3, "diff": 0.0},
+        "res-gelu": {"val": 3.9, "test": 4.0, "test_differences": [-0.11, -0.1, -0.09], "diff": -0.1},
+    }
+    tree = {
+        "command": "python x.py",
+        "machine": {"gpu": "a large one", "torch": "9.9"},
+        "rehearsal": False,
+        "runs": [],
+        **{"steps": 300, "tokens_per_step": 32_768, "rates": [1e-3, 2e-3], "search_seed": 101},
+        "non_embedding": {"baseline": 10, "res-gelu": 11},
+        "summary": {"chosen": {"baseline": 1e-3, "res-gelu": 2e-3, "mlp": None}, "seeds": [1, 2, 3], "arms": arms},
+    }
+    text = section(write(tmp_path, "quarter-hour-gpu", tree), "Ten minutes of a GPU")
+    assert "`python x.py`; a large one; torch 9.9" in text
+    assert "| res-gelu | 11 | 0.002 | 3.9000 | 4.0000 | -0.1000 [-0.1248, -0.0752] | 0.0033 |" in text
+    assert "Without a rate at which it trains: mlp." in text
+    with pytest.raises(ValueError, match="no evidence"):
+        write(tmp_path, "quarter-hour-gpu", tree | {"rehearsal": True})

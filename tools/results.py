@@ -1,0 +1,446 @@
+"""Write `docs/results.md` anew from the experiments' evidence in `results/`; `--check` only says whether it is up to
+date.
+
+    python tools/results.py [--check]
+
+A section is an entry of `SECTIONS`. One whose evidence is not there yet says that it was not run: nothing is left out
+for what came of it, and no figure on the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qurve.study.ladder_results import gain as ladder_gain
+from qurve.study.ladder_results import lines, load_ladder, percent
+from qurve.study.paired import holm, paired_interval, paired_p
+from qurve.study.power import LEAST_SEEDS
+from qurve.study.searched import read_evidence
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "results.md"
+NONE = "–"
+
+Evidence = dict[str, Any]
+Parts = Callable[[Path], Iterator[str]]
+
+HEAD = """\
+# What came out
+
+Every experiment of `experiments/`, whatever came of it: the question, what was run, the figures, the verdict, and what
+it does not say. This page is generated from `results/`; [how to make that anew](../REPRODUCE.md).
+
+Losses are nats per token; a difference is the arm's loss less the baseline's, paired by seed, so that a negative one is
+a gain. Its interval is the arm's own 95 % t interval. p is the paired t test's, then corrected by Holm for all arms of
+the study: an arm is called lower or higher when that one is at most 5 %. [How this is decided](compare.md).
+
+All of this is about models of a million parameters or fewer, trained for minutes on presidential addresses, unless a
+section says otherwise. The paper's models are far larger and saw far more text: nothing here confirms or refutes what
+was measured at that scale. Every experiment has the paper's scale as well (`PAPER` in its file), planned and not run.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    file: str
+    """In `results/`."""
+    question: str
+    parts: Parts
+    """What was found: tables and sentences."""
+    unsaid: str
+    missing: str = "**Not run yet**"
+
+
+def page(results: Path) -> str:
+    return "\n".join([HEAD, *(text for section in SECTIONS for text in _section(section, results))])
+
+
+def _section(section: Section, results: Path) -> Iterator[str]:
+    yield f"## {section.title}\n\n{wrapped(section.question)}\n"
+    file = results / section.file
+    if not file.exists():
+        yield wrapped(f"{section.missing}: `{section.file}` is not among the results.") + "\n"
+        return
+    yield f"*`results/{section.file}`: {_what_was_run(read(file))}.*\n"
+    yield from (text + "\n" for text in section.parts(file))
+    yield wrapped(f"**What it does not say.** {section.unsaid}") + "\n"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def read(file: Path) -> Evidence:
+    found: Evidence = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _what_was_run(evidence: Evidence) -> str:
+    """Command, scale, seeds and machine, as far as the evidence has them."""
+    seeds, said = evidence.get("seeds"), [f"`{evidence['command']}`"]
+    if "scale" in evidence:
+        said.append(evidence["scale"])
+    if seeds:
+        said.append(f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))})")
+    machine = evidence.get("machine") or {}
+    named = [machine.get("gpu") or machine.get("cpu"), machine.get("torch") and f"torch {machine['torch']}"]
+    return "; ".join([*said, *(", ".join(name) if isinstance(name, list) else name for name in named if name)])
+
+
+# ---------------------------------------------------------------------------------------------- what tables are made of
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def figure(value: float | None, form: str = ".4f") -> str:
+    return NONE if value is None else f"{value:{form}}"
+
+
+def interval(value: float | None, low: float | None, high: float | None, form: str = "+.4f") -> str:
+    """`-0.0120 [-0.0150, -0.0090]`, or as much of it as there is."""
+    between = "" if low is None or high is None else f" [{low:{form}}, {high:{form}}]"
+    return figure(value, form) + between
+
+
+def probability(p: float | None) -> str:
+    return "< 0.0001" if p is not None and p < 1e-4 else figure(p)
+
+
+def compared(evidence: Evidence, rows: list[Evidence] | None = None) -> Iterator[str]:
+    """The rows of a study, each with its verdict; the evidence's own where none are given."""
+    labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
+    split = evidence.get("split", "val")
+    yield table(
+        ["arm", "seeds", f"{split} loss", "difference", "log-loss", "p", "p (Holm)", "verdict"],
+        [
+            [
+                labels.get(row["arm"], row["arm"]),
+                str(row["seeds_n"]),
+                figure(row["final_loss"] if "final_loss" in row else row["val_loss"]),
+                interval(row["diff"], row["diff_low"], row["diff_high"]),
+                NONE if row["dll_percent"] is None else f"{row['dll_percent']:+.2f} %",
+                probability(row["p"]),
+                probability(row["p_holm"]),
+                row["verdict"],
+            ]
+            for row in (evidence["rows"] if rows is None else rows)
+        ],
+    )
+    yield from unfinished(evidence)
+
+
+def unfinished(evidence: Evidence) -> Iterator[str]:
+    broken = [f"{arm['label']}: {'; '.join(arm['unfinished'])}" for arm in evidence["arms"] if arm["unfinished"]]
+    if broken:
+        yield f"Not finished: {'. '.join(broken)}."
+
+
+# --------------------------------------------------------------------------------------------------------- the sections
+
+
+def fair_search(file: Path) -> Iterator[str]:
+    evidence = read(file)
+    search = read_evidence(evidence["search"])
+    seeds = ", ".join(map(str, search.seeds))
+    yield f"Chosen on validation, by {search.sampler} over {', '.join(search.axes)}, with seeds {seeds}:"
+    yield table(
+        ["arm", "points tried", "point chosen", "validation loss there", "at an open edge of its grid"],
+        [
+            [
+                arm,
+                str(len(search.points(arm))),
+                ", ".join(f"{path} {value}" for path, value in chosen.point or ()) or "none trains",
+                figure(chosen.val_loss),
+                ", ".join(axis for axis, *_ in search.edges(arm)) or "no",
+            ]
+            for arm, chosen in search.chosen.items()
+        ],
+    )
+    yield from compared(evidence)
+
+
+def table1(file: Path) -> Iterator[str]:
+    evidence = read(file)
+
+    def printed(line: Evidence, key: str) -> str:
+        return (line["printed"] or {}).get(key, NONE)
+
+    yield table(
+        ["row", "rates here", "printed loss", "printed gain", "loss here", "gain here", "difference here", "p (Holm)"],
+        [
+            [
+                line["label"],
+                f"{ours['lr']:g} to {ours['min_lr']:g}, decay {ours['weight_decay']:g}",
+                printed(line, "val_loss"),
+                printed(line, "dll"),
+                figure(ours["loss"]),
+                NONE if ours["dll_percent"] is None else f"{ours['dll_percent']:+.2f} %",
+                interval(ours["diff"], ours["diff_low"], ours["diff_high"]),
+                probability(ours["p_holm"]),
+            ]
+            for line in evidence["table"]
+            for ours in [line["ours"]]
+        ],
+    )
+    yield from verdicts(evidence)
+
+
+def verdicts(evidence: Evidence) -> Iterator[str]:
+    labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
+    said = [f"{labels[r['arm']]}: {r['verdict']}" for r in evidence["rows"] if r["arm"] != evidence["baseline"]]
+    yield "\n".join(f"- {line}." for line in said)
+    yield from unfinished(evidence)
+
+
+SHOWN = 8
+"""Steps of a curve in the page; the evidence has all."""
+
+
+def figure2(file: Path) -> Iterator[str]:
+    evidence = read(file)
+    curves = evidence["curves"].values()
+    steps = sorted({point["step"] for curve in curves for point in curve["gain_percent"]})
+    shown = sorted({steps[round(i * (len(steps) - 1) / (SHOWN - 1))] for i in range(SHOWN)}) if steps else []
+    yield "Gain in log-loss over the baseline at the same step, per cent; mean over the seeds."
+    yield table(
+        ["configuration", "parameters", *(f"step {step:,}" for step in shown)],
+        [
+            [
+                curve["label"],
+                f"{curve['non_embedding']:,}",
+                *(figure({p["step"]: p["mean"] for p in curve["gain_percent"]}.get(step), "+.2f") for step in shown),
+            ]
+            for curve in curves
+        ],
+    )
+    yield from verdicts(evidence)
+    yield "Not published, and so not in the plan for the paper's scale:\n\n" + "\n".join(
+        f"- {line}" for line in evidence["unknown"]
+    )
+
+
+def stability(file: Path) -> Iterator[str]:
+    evidence = read(file)
+    yield table(
+        ["arm", "decay", "largest stable rate", "sensitivity to the rate", "largest attention logit", "spikes"],
+        [
+            [
+                found["arm"],
+                f"{line['weight_decay']:g}",
+                NONE
+                if line["largest_stable_lr"] is None
+                else f"{line['largest_stable_lr']:g}{' (the largest tried)' if line['largest_tried'] else ''}",
+                figure(line["sensitivity"], ".3f"),
+                figure(max((c["max_logit"] for c in cells if c["max_logit"] is not None), default=None), ".1f"),
+                str(sum(cell["spikes"] for cell in cells if cell["spikes"] is not None)),
+            ]
+            for found in evidence["maps"]
+            for line in found["by_decay"]
+            for cells in [[c for c in found["cells"] if c["weight_decay"] == line["weight_decay"]]]
+        ],
+    )
+    yield table(
+        ["claim", "said to be", "at rate", "verdict", "why"],
+        [
+            [
+                f"{claim['arm']}, {claim['multiple']:.3g} x the baseline's rate, decay {claim['weight_decay']:g} "
+                f"({claim['source']})",
+                claim["says"],
+                f"{claim['judged_at']:g}",
+                f"**{claim['verdict']}**" + (f", {claim['found']} here" if claim["verdict"] == "disputed" else ""),
+                claim["why"],
+            ]
+            for claim in evidence["claims"]
+        ],
+    )
+    yield evidence["note"]
+
+
+def ablations(file: Path) -> Iterator[str]:
+    evidence = read(file)
+    yield "Against the linear query:"
+    yield from compared(evidence)
+    yield "Against the paper's layer:"
+    yield next(compared(evidence, evidence["against_the_layer"]))
+
+
+def context(file: Path) -> Iterator[str]:
+    evidence = read(file)
+    labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
+    yield table(
+        ["gain of", "from", "to", "difference", "log-loss", "p, not corrected", "verdict"],
+        [
+            [
+                gain["of"],
+                labels[gain["from"]],
+                labels[gain["to"]],
+                interval(gain["diff"], gain["diff_low"], gain["diff_high"]),
+                NONE if gain["dll_percent"] is None else f"{gain['dll_percent']:+.2f} %",
+                probability(gain["p"]),
+                gain["verdict"],
+            ]
+            for gain in evidence["gains"]
+        ],
+    )
+    yard = evidence["yardstick"]
+    yield f"The paper's yardstick is {yard['dll_percent']} %: {yard['what']} ({yard['source']})."
+    yield from unfinished(evidence)
+
+
+def ladder(file: Path) -> Iterator[str]:
+    found = load_ladder(file)
+    others = [arm for arm in found.arms if arm != found.baseline]
+    yield table(
+        ["rung", "parameters", "tokens", "seeds", "baseline's loss", *(f"gain, {found.arms[arm]}" for arm in others)],
+        [
+            [
+                rung.name,
+                f"{base.non_embedding:,}",
+                f"{rung.tokens:,}",
+                str(len(base.losses)),
+                figure(sum(base.losses.values()) / len(base.losses) if base.losses else None),
+                *(percent(ladder_gain(found, rung, arm)) for arm in others),
+            ]
+            for rung in found.rungs
+            for base in [rung.arms[found.baseline]]
+        ],
+    )
+    yield "\n".join(f"- {line}" for line in lines(found))
+
+
+def quarter_hour(file: Path) -> Iterator[str]:
+    evidence = read(file)
+    if evidence["rehearsal"]:
+        raise ValueError("a rehearsal on a CPU is no evidence of a GPU: remove it from results/")
+    found, sizes = evidence["summary"], evidence["non_embedding"]
+    seeds = found["seeds"]
+    others = [arm for arm in found["arms"] if arm != "baseline"]
+    differences = {arm: found["arms"][arm]["test_differences"] for arm in others}
+    enough = len(seeds) >= LEAST_SEEDS
+    adjusted = dict(zip(others, holm([paired_p(differences[arm]) if enough else None for arm in others]), strict=True))
+    yield (
+        f"{len(evidence['runs'])} runs of {evidence['steps']:,} steps of {evidence['tokens_per_step']:,} tokens; rates "
+        f"{', '.join(f'{rate:g}' for rate in evidence['rates'])} with seed {evidence['search_seed']}, then seeds "
+        f"{', '.join(map(str, seeds)) or 'none that every arm has finished'} at each arm's best."
+    )
+    yield table(
+        ["arm", "parameters", "rate", "validation loss", "test loss", "difference on test", "p (Holm)"],
+        [
+            [
+                arm,
+                f"{sizes[arm]:,}",
+                f"{found['chosen'][arm]:g}",
+                figure(of["val"]),
+                figure(of["test"]),
+                NONE
+                if arm == "baseline"
+                else interval(*(paired_interval(differences[arm]) if len(seeds) > 1 else (of["diff"], None, None))),
+                probability(adjusted.get(arm)),
+            ]
+            for arm, of in found["arms"].items()
+        ],
+    )
+    lost = [arm for arm, rate in found["chosen"].items() if rate is None]
+    if lost:
+        yield f"Without a rate at which it trains: {', '.join(lost)}."
+
+
+SECTIONS = (
+    Section(
+        "Best against best",
+        "fair-search.json",
+        "Is the gain real when every arm has the same search? The paper's baseline was trained at one rate, its "
+        "layer after a search of at least 31 configurations. Here each arm has the same grid of peaks and floors, "
+        "chosen on validation and reported on test with fresh seeds.",
+        fair_search,
+        "Whether a gain or its absence at this size holds at the paper's; whether a finer or a wider grid would "
+        "change an arm's best point.",
+    ),
+    Section(
+        "Table 1",
+        "table1.json",
+        "What do the paper's own six rows give here, each at its published rate, floor and decay? Peaks and "
+        "floors are all multiplied by one factor, which brings the baseline's peak to its best here.",
+        table1,
+        "Which architecture is better: the rows differ in rates as well, as they do in the paper. That a row "
+        "trains or breaks at rates scaled by one factor says nothing of the paper's scale, where the rates are "
+        "other ones.",
+    ),
+    Section(
+        "Figure 2",
+        "figure2.json",
+        "How does the gain run along the training, over several of the published settings? The paper saw high "
+        "gains at the beginning, which settle later.",
+        figure2,
+        "A gain before the end is one at an unfinished schedule: it compares rates as much as architectures. "
+        "Settings are the published ones, scaled; none was searched here.",
+    ),
+    Section(
+        "Stability",
+        "stability.json",
+        "What rates and decays does each architecture tolerate, and do the published claims hold at this scale? A "
+        "point is unstable when a run diverges or ends well above its architecture's best.",
+        stability,
+        "What happens late in a long training: the baseline's divergence at decay 0.05 was seen before step "
+        "20,000, and these runs are far shorter. One seed a point: a map of where to look, no test.",
+    ),
+    Section(
+        "Which parts matter",
+        "ablations.json",
+        "Each choice of the layer changed alone: width, activation, norms, eps, anchor, scale, and the layer in "
+        "keys, values and all three.",
+        ablations,
+        "No variant has a search of its own: what suffers may only want another rate. With this many arms, Holm's "
+        "correction finds large effects alone.",
+    ),
+    Section(
+        "Other surroundings",
+        "context.json",
+        "Does the gain hold with rotary positions, with an output gate, in a modern block, and is it as large as "
+        "what rotary positions bring?",
+        context,
+        "No search was made for other surroundings. These p are of one difference each, corrected for nothing.",
+    ),
+    Section(
+        "Along size and length",
+        "ladder.json",
+        "Does the gain grow or shrink with the model, and with the training? Primer, whose gain is said to "
+        "shrink, and QK-norm go along.",
+        ladder,
+        "Anything beyond the sizes and lengths in the table: a slope over a tenfold range of tiny models is no "
+        "forecast for one a thousand times as large. Rates were found at 0.8 M parameters and kept.",
+    ),
+    Section(
+        "Ten minutes of a GPU",
+        "quarter-hour-gpu.json",
+        "An equal search over four rates, and as many seeds as ten minutes of one large GPU hold, at 11 M "
+        "parameters on 10 M tokens of prose.",
+        quarter_hour,
+        "One seed chose the rates, and a run sees about one token for each parameter, where twenty are usual: a "
+        "beginning, no answer.",
+        missing="**No GPU has run it.** It is rehearsed on a CPU at toy size, on invented tokens",
+    ),
+)
+
+
+def main() -> None:
+    text = page(ROOT / "results")
+    if "--check" not in sys.argv:
+        PAGE.write_text(text, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+        sys.exit(f"{PAGE.relative_to(ROOT)} does not say what results/ says; run: python tools/results.py")
+
+
+if __name__ == "__main__":
+    main()
