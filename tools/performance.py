@@ -413,11 +413,11 @@ weights, gradients and AdamW's moments are 16 bytes a parameter on every side, 2
 and half of the activations, and keeps freed memory from step to step, for speed, with holes in it. Recomputing
 activations (`train.activation_checkpointing`) saves more and takes time; it is not in these figures."""
 DECODING_MISSED = """\
-What is missed, and why. **The bandwidth**: compiled, one sequence reads its weights about as fast as a slow memory
-gives them (30 GB/s); of a faster one the arithmetic of each column's sum leaves a part unused, and eager Python
-between the products does. **The nonlinear query**: its further steps cost time where nothing is compiled, which on
-a CPU is the case for several sequences. **Prompts**: `generate` folds, stacks and casts the weights anew in each
-call, which for a short prompt takes as long as reading it; a `Decoder` kept by the caller does so once."""
+What is missed, and why. **The bandwidth**: compiled, one sequence uses half to seven tenths of it; the arithmetic
+of each column's sum, the choice of a token and Python between the products take the rest, and eager more of it.
+**The nonlinear query**: its further steps cost time where nothing is compiled, which on a CPU is the case for
+several sequences. **Prompts**: `generate` folds, stacks and casts the weights anew in each call, which for a short
+prompt takes as long as reading it; a `Decoder` kept by the caller does so once."""
 
 SECTIONS = (
     Section(
