@@ -91,10 +91,13 @@ def test_stability_says_which_claims_hold(tmp_path: Path) -> None:
 
 
 def test_ablations_are_held_against_the_layer_too(tmp_path: Path) -> None:
-    tree = compact_evidence(load(write_study(tmp_path / "study", search=False)))
-    text = section(write(tmp_path, "ablations", tree | {"against_the_layer": tree["rows"][:1]}), "Which parts matter")
+    folder = write_study(tmp_path / "study")
+    tree = compact_evidence(load(folder))
+    more = {"against_the_layer": tree["rows"][:1], "search": read_study(folder / "study.json")["search"]}
+    text = section(write(tmp_path, "ablations", tree | more), "Which parts matter")
     assert text.partition("Against the paper's layer:")[2].count("| Baseline |") == 1
     assert text.count("| MLP 4.75 |") == 1
+    assert "| mlp-4.75 | 10 | train.lr " in text
 
 
 def test_context_names_its_yardstick(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_keys_values_and_controls(name: str, module: dict[str, Any]) -> None:
 def test_the_command_line_takes_it(module: dict[str, Any]) -> None:
     assert load_study(str(FILE)) == module["STUDY"]
     assert module["STUDY"].seeds == (1, 2, 3)
+    assert all(study.search.seeds == (101,) for study in (module["STUDY"], module["PAPER"]))
 
 
 def test_evidence_of_a_folder(
