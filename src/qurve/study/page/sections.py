@@ -48,8 +48,17 @@ def _curves(results: StudyResults) -> str | None:
         "Validation loss of every arm against steps; below, the relative gain over the baseline",
         f"Top: validation loss; line: mean over the finished seeds, shaded: from the smallest to the largest of them, "
         f"cross: where a run diverged{dashed}. Bottom: relative log-loss gain over the baseline. The steep beginning "
-        "is cut off so that the rest can be seen; the table of runs has the loss at the start.",
+        f"is cut off so that the rest can be seen; the table of runs has the loss at the start.{_aside(results)}",
         _numbers("Mean validation loss over the finished seeds", curves, lambda loss: tables.plain(loss, 4)),
+    )
+
+
+def _aside(results: StudyResults) -> str:
+    if not results.matched:
+        return ""
+    return (
+        " The arms at the baseline's best point are left out, and in the numbers; a button shows each of them, dotted "
+        "and in its architecture's colour."
     )
 
 
@@ -61,7 +70,7 @@ def _gains(results: StudyResults) -> str | None:
         "Relative log-loss gain of every arm over the baseline against steps, from the first evaluation on",
         "Every arm from the first evaluation on, the warm-up among it; line: gain of the mean losses, shaded: from the "
         "smallest to the largest seed's. A gain that is large early says nothing of the end. M: millions of "
-        "non-embedding parameters.",
+        f"non-embedding parameters.{_aside(results)}",
         _numbers("Relative log-loss gain over the baseline, in per cent", curves, lambda g: tables.signed(g, 2)),
     )
 
@@ -155,7 +164,7 @@ def _chosen(results: StudyResults) -> list[dict[str, Any]]:
         return []
     found = []
     for arm in results.arms:
-        if arm.matched is None:
+        if arm.matched is None and not arm.seed_offset:
             chosen = results.search.chosen.get(arm.name)
             points = results.search.points(arm.name)
             found.append(
@@ -190,7 +199,8 @@ def _grid(results: StudyResults) -> dict[str, Any] | None:
         ]
         for point in points
     ]
-    return {"arms": arms, "rows": list(zip(points, cells, strict=True))}
+    floors = any(floor is not None for _, floor in points)
+    return {"arms": arms, "rows": list(zip(points, cells, strict=True)), "floors": floors}
 
 
 def _changed(results: StudyResults) -> str:
