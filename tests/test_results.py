@@ -55,6 +55,8 @@ def test_a_searched_study_shows_points_intervals_and_verdicts(tmp_path: Path) ->
     assert row["verdict"] in text
     assert "lower loss than the baseline" in row["verdict"]
     assert "Not finished: MLP 4.75: seed 2 diverged" in text
+    assert "Each arm at the points chosen for the others. Validation loss" in text
+    assert "| arm | peak 2e-3, floor 2e-4 | peak 4e-3, floor 4e-4 | peak 8e-3, floor 1.6e-4 |" in text
     assert "**What it does not say.**" in text
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qurve.study.apart import apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
 from qurve.study.ladder_results import lines, load_ladder, percent
 from qurve.study.paired import holm, paired_interval, paired_p
@@ -152,6 +153,10 @@ def unfinished(evidence: Evidence) -> Iterator[str]:
 def fair_search(file: Path) -> Iterator[str]:
     evidence = read(file)
     yield from searched(evidence)
+    labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
+    for found in apart_tables(read_evidence(evidence["search"]), labels):
+        yield f"{found.title}. {' '.join(found.notes)}"
+        yield table(found.head, found.rows)
     yield from compared(evidence)
 
 

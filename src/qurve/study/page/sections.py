@@ -13,6 +13,7 @@ from typing import Any
 from qurve.config import differences
 from qurve.study import tables
 from qurve.study.against import Pairing
+from qurve.study.apart import apart_tables
 from qurve.study.curves import Curve, band, gains, thinned
 from qurve.study.figures import colour_index, figures_of
 from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture, setting_in_words
@@ -155,7 +156,10 @@ def _search(results: StudyResults) -> str:
     )
     from markupsafe import Markup
 
-    return macro("search", results, _chosen(results), _grid(results), Markup(figure or ""))
+    labels = {arm.name: arm.label for arm in results.arms}
+    tables_ = [] if results.search is None else apart_tables(results.search, labels)
+    words = "".join(in_table(f"apart-{place}", table) for place, table in enumerate(tables_, 1))
+    return macro("search", results, _chosen(results), _grid(results), Markup(figure or ""), Markup(words))
 
 
 def _chosen(results: StudyResults) -> list[dict[str, Any]]:
