@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_study import BASELINE, NONLINEAR, STEPS, WIDER, arm, config, write_study
+from fake_study import BASELINE, NONLINEAR, STEPS, WIDER, arm, config, searched, write_study
 
 from qurve import plugins
 from qurve.study.evidence import compact_evidence
@@ -58,6 +58,18 @@ def test_a_searched_study_shows_points_intervals_and_verdicts(tmp_path: Path) ->
     assert "Each arm at the points chosen for the others. Validation loss" in text
     assert "| arm | peak 2e-3, floor 2e-4 | peak 4e-3, floor 4e-4 | peak 8e-3, floor 1.6e-4 |" in text
     assert "**What it does not say.**" in text
+
+
+def test_arms_at_the_baselines_point_stand_in_a_table_of_their_own(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "study", searched(BASELINE, WIDER, NONLINEAR))
+    tree = compact_evidence(load(folder)) | {"search": read_study(folder / "study.json")["search"]}
+    text = section(write(tmp_path, "fair-search", tree), "Best against best")
+    own, _, matched = text.partition("At the baseline's best point (a family of tests of its own):")
+    assert "| MLP 4.75 | 3 |" in own
+    assert "settings of Baseline" not in own
+    assert matched.count(", settings of Baseline | 3 |") == 2
+    text = write(tmp_path, "ablations", tree | {"against_the_layer": tree["rows"]})
+    assert "settings of" not in section(text, "Which parts matter").partition("Against the paper's layer:")[2]
 
 
 def test_the_papers_rows_stand_beside_ours(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from qurve.study.ladder_results import lines, load_ladder, percent
 from qurve.study.paired import holm, paired_interval, paired_p
 from qurve.study.power import LEAST_SEEDS
 from qurve.study.searched import read_evidence
+from qurve.study.tables import AT_BASELINE
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -118,11 +119,27 @@ def probability(p: float | None) -> str:
     return "< 0.0001" if p is not None and p < 1e-4 else figure(p)
 
 
-def compared(evidence: Evidence, rows: list[Evidence] | None = None) -> Iterator[str]:
-    """The rows of a study, each with its verdict; the evidence's own where none are given."""
+def compared(evidence: Evidence) -> Iterator[str]:
+    """A study's rows, each with its verdict: its own arms, then those at the baseline's best point, as the statistics
+    take them for two families of tests."""
+    own, matched = families(evidence, evidence["rows"])
+    yield rows_in_table(evidence, own)
+    if matched:
+        yield f"{AT_BASELINE} (a family of tests of its own):"
+        yield rows_in_table(evidence, matched)
+    yield from unfinished(evidence)
+
+
+def families(evidence: Evidence, rows: list[Evidence]) -> tuple[list[Evidence], list[Evidence]]:
+    """The rows of the study's own arms, and those of the same architectures at the baseline's best point."""
+    end = f"@{evidence['baseline']}"
+    return [r for r in rows if not r["arm"].endswith(end)], [r for r in rows if r["arm"].endswith(end)]
+
+
+def rows_in_table(evidence: Evidence, rows: list[Evidence]) -> str:
     labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
     split = evidence.get("split", "val")
-    yield table(
+    return table(
         ["arm", "seeds", f"{split} loss", "difference", "log-loss", "p", "p (Holm)", "verdict"],
         [
             [
@@ -135,10 +152,9 @@ def compared(evidence: Evidence, rows: list[Evidence] | None = None) -> Iterator
                 probability(row["p_holm"]),
                 row["verdict"],
             ]
-            for row in (evidence["rows"] if rows is None else rows)
+            for row in rows
         ],
     )
-    yield from unfinished(evidence)
 
 
 def unfinished(evidence: Evidence) -> Iterator[str]:
@@ -283,7 +299,7 @@ def ablations(file: Path) -> Iterator[str]:
     yield "Against the linear query:"
     yield from compared(evidence)
     yield "Against the paper's layer:"
-    yield next(compared(evidence, evidence["against_the_layer"]))
+    yield rows_in_table(evidence, families(evidence, evidence["against_the_layer"])[0])
 
 
 def context(file: Path) -> Iterator[str]:
