@@ -39,6 +39,22 @@ def test_without_evidence_every_section_says_so(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_the_noise_floor_comes_first_and_asks_for_seeds(tmp_path: Path) -> None:
+    plugins.make_importable(ROOT / "experiments")
+    noise = runpy.run_path(str(ROOT / "experiments" / "noise_floor.py"))["noise"]
+    found = load(write_study(tmp_path / "study", (BASELINE, arm("a-a", "A/A", seed_offset=100)), search=False))
+    tree = compact_evidence(found) | {"noise": noise(found)}
+    text = write(tmp_path, "noise-floor", tree)
+    assert text.index("## The noise floor") == text.index("\n## ") + 1
+    text, of = section(text, "The noise floor"), tree["noise"]
+    for key in ("baseline", "differences"):
+        assert f"| 3 | {of[key]['value']:.4f} [{of[key]['low']:.4f}, {of[key]['high']:.4f}] |" in text
+    assert "| A/A: cannot be told apart from the noise (3 seeds), as it should be |" in text
+    line = of["seeds_needed"][-1]
+    assert f"| 2.4 % | {line['effect_nats']:.4f} | {line['seeds']['value']} | {line['seeds']['low']} to " in text
+    assert f"3 seeds see {of['detectable_percent']:.2f} % and more." in text
+
+
 def test_a_searched_study_shows_points_intervals_and_verdicts(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "study", fates={("mlp-4.75", 2): "diverged"})
     tree = compact_evidence(load(folder))

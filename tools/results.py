@@ -166,6 +166,51 @@ def unfinished(evidence: Evidence) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------------- the sections
 
 
+def noise_floor(file: Path) -> Iterator[str]:
+    evidence = read(file)
+    found = evidence["noise"]
+    yield "Standard deviation over the seeds, nats per token, with its 95 % interval; and as a share of the loss."
+    yield table(
+        ["what varies", "seeds", "deviation", "of the loss"],
+        [
+            [
+                what,
+                str(spread["n"]),
+                interval(spread["value"], spread["low"], spread["high"], ".4f"),
+                f"{100 * spread['value'] / found['base_loss']:.2f} %",
+            ]
+            for what, spread in (
+                ("the baseline's losses", found["baseline"]),
+                ("differences, A/A less baseline", found["differences"]),
+            )
+        ],
+    )
+    yield wrapped(
+        f"The two arms' losses have the correlation {figure(found['correlation'], '.2f')} over the seeds: that is what "
+        "the same batches alone take off the noise."
+    )
+    yield from compared(evidence)
+    yield f"What it takes to see an effect of one arm with {100 * found['power']:.0f} % power, by this noise:"
+    yield table(
+        ["effect", "nats per token", "seeds", "at the ends of the deviation's interval"],
+        [
+            [
+                f"{line['effect_percent']:g} %",
+                f"{line['effect_nats']:.4f}",
+                seeds_in_words(line["seeds"]["value"]),
+                f"{seeds_in_words(line['seeds']['low'])} to {seeds_in_words(line['seeds']['high'])}",
+            ]
+            for line in found["seeds_needed"]
+        ],
+    )
+    if found["detectable_percent"] is not None:
+        yield f"{found['differences']['n']} seeds see {found['detectable_percent']:.2f} % and more."
+
+
+def seeds_in_words(seeds: int | None) -> str:
+    return "more than anybody has" if seeds is None else f"{seeds:,}"
+
+
 def fair_search(file: Path) -> Iterator[str]:
     evidence = read(file)
     yield from searched(evidence)
@@ -384,6 +429,15 @@ def quarter_hour(file: Path) -> Iterator[str]:
 
 
 SECTIONS = (
+    Section(
+        "The noise floor",
+        "noise-floor.json",
+        "How far do two trainings of the same model part? A baseline and an A/A arm, which is the same on the same "
+        "batches from other weights: whatever differs is noise, and an effect has to be seen above it.",
+        noise_floor,
+        "The noise of another size, length or rate. Arms that share weights besides the batches may pair better than "
+        "the A/A arm, and architectures far from the baseline worse. A study of several arms needs more seeds.",
+    ),
     Section(
         "Best against best",
         "fair-search.json",
