@@ -58,8 +58,8 @@ def _aside(results: StudyResults) -> str:
     if not results.matched:
         return ""
     return (
-        " The arms at the baseline's best point are left out, and in the numbers; a button shows each of them, dotted "
-        "and in its architecture's colour."
+        " The arms at the baseline's best point stand in the numbers below, and are drawn when their buttons are "
+        "pressed: dotted, in their architectures' colours."
     )
 
 
