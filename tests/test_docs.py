@@ -13,6 +13,7 @@ import pytest
 from qurve import presets
 from qurve.cli import COMMANDS
 from qurve.study.definition import Study
+from qurve.study.statistics import ROW_KEYS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -50,6 +51,12 @@ def test_commands_and_presets_that_are_named_exist(page: Path) -> None:
 def test_every_piece_of_evidence_is_explained() -> None:
     said = (ROOT / "REPRODUCE.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "results").glob("*.json") if f"results/{file.name}" not in said] == []
+
+
+def test_the_guide_explains_every_figure_of_a_row() -> None:
+    text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    keys = re.findall(r"^\| (`.*?) \| ", text.partition("### A row's figures")[2], flags=re.MULTILINE)
+    assert re.findall(r"`(\w+)`", " ".join(keys)) == [*ROW_KEYS, "diverged"]
 
 
 def test_the_guides_own_studies_work(tmp_path: Path) -> None:

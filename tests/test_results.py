@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_study import BASELINE, NONLINEAR, STEPS, WIDER, arm, config, write_study
+from fake_study import BASELINE, NONLINEAR, STEPS, WIDER, arm, config, searched, write_study
 
 from qurve import plugins
 from qurve.study.evidence import compact_evidence
@@ -39,6 +39,22 @@ def test_without_evidence_every_section_says_so(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_the_noise_floor_comes_first_and_asks_for_seeds(tmp_path: Path) -> None:
+    plugins.make_importable(ROOT / "experiments")
+    noise = runpy.run_path(str(ROOT / "experiments" / "noise_floor.py"))["noise"]
+    found = load(write_study(tmp_path / "study", (BASELINE, arm("a-a", "A/A", seed_offset=100)), search=False))
+    tree = compact_evidence(found) | {"noise": noise(found)}
+    text = write(tmp_path, "noise-floor", tree)
+    assert text.index("## The noise floor") == text.index("\n## ") + 1
+    text, of = section(text, "The noise floor"), tree["noise"]
+    for key in ("baseline", "differences"):
+        assert f"| 3 | {of[key]['value']:.4f} [{of[key]['low']:.4f}, {of[key]['high']:.4f}] |" in text
+    assert "| A/A: cannot be told apart from the noise (3 seeds), as it should be |" in text
+    line = of["seeds_needed"][-1]
+    assert f"| 2.4 % | {line['effect_nats']:.4f} | {line['seeds']['value']} | {line['seeds']['low']} to " in text
+    assert f"3 seeds see {of['detectable_percent']:.2f} % and more." in text
+
+
 def test_a_searched_study_shows_points_intervals_and_verdicts(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "study", fates={("mlp-4.75", 2): "diverged"})
     tree = compact_evidence(load(folder))
@@ -55,7 +71,21 @@ def test_a_searched_study_shows_points_intervals_and_verdicts(tmp_path: Path) ->
     assert row["verdict"] in text
     assert "lower loss than the baseline" in row["verdict"]
     assert "Not finished: MLP 4.75: seed 2 diverged" in text
+    assert "Each arm at the points chosen for the others. Validation loss" in text
+    assert "| arm | peak 2e-3, floor 2e-4 | peak 4e-3, floor 4e-4 | peak 8e-3, floor 1.6e-4 |" in text
     assert "**What it does not say.**" in text
+
+
+def test_arms_at_the_baselines_point_stand_in_a_table_of_their_own(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "study", searched(BASELINE, WIDER, NONLINEAR))
+    tree = compact_evidence(load(folder)) | {"search": read_study(folder / "study.json")["search"]}
+    text = section(write(tmp_path, "fair-search", tree), "Best against best")
+    own, _, matched = text.partition("At the baseline's best point (a family of tests of its own):")
+    assert "| MLP 4.75 | 3 |" in own
+    assert "settings of Baseline" not in own
+    assert matched.count(", settings of Baseline | 3 |") == 2
+    text = write(tmp_path, "ablations", tree | {"against_the_layer": tree["rows"]})
+    assert "settings of" not in section(text, "Which parts matter").partition("Against the paper's layer:")[2]
 
 
 def test_the_papers_rows_stand_beside_ours(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qurve.study.apart import apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
 from qurve.study.ladder_results import lines, load_ladder, percent
 from qurve.study.paired import holm, paired_interval, paired_p
 from qurve.study.power import LEAST_SEEDS
 from qurve.study.searched import read_evidence
+from qurve.study.tables import AT_BASELINE
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -117,11 +119,27 @@ def probability(p: float | None) -> str:
     return "< 0.0001" if p is not None and p < 1e-4 else figure(p)
 
 
-def compared(evidence: Evidence, rows: list[Evidence] | None = None) -> Iterator[str]:
-    """The rows of a study, each with its verdict; the evidence's own where none are given."""
+def compared(evidence: Evidence) -> Iterator[str]:
+    """A study's rows, each with its verdict: its own arms, then those at the baseline's best point, as the statistics
+    take them for two families of tests."""
+    own, matched = families(evidence, evidence["rows"])
+    yield rows_in_table(evidence, own)
+    if matched:
+        yield f"{AT_BASELINE} (a family of tests of its own):"
+        yield rows_in_table(evidence, matched)
+    yield from unfinished(evidence)
+
+
+def families(evidence: Evidence, rows: list[Evidence]) -> tuple[list[Evidence], list[Evidence]]:
+    """The rows of the study's own arms, and those of the same architectures at the baseline's best point."""
+    end = f"@{evidence['baseline']}"
+    return [r for r in rows if not r["arm"].endswith(end)], [r for r in rows if r["arm"].endswith(end)]
+
+
+def rows_in_table(evidence: Evidence, rows: list[Evidence]) -> str:
     labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
     split = evidence.get("split", "val")
-    yield table(
+    return table(
         ["arm", "seeds", f"{split} loss", "difference", "log-loss", "p", "p (Holm)", "verdict"],
         [
             [
@@ -134,10 +152,9 @@ def compared(evidence: Evidence, rows: list[Evidence] | None = None) -> Iterator
                 probability(row["p_holm"]),
                 row["verdict"],
             ]
-            for row in (evidence["rows"] if rows is None else rows)
+            for row in rows
         ],
     )
-    yield from unfinished(evidence)
 
 
 def unfinished(evidence: Evidence) -> Iterator[str]:
@@ -149,9 +166,58 @@ def unfinished(evidence: Evidence) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------------- the sections
 
 
+def noise_floor(file: Path) -> Iterator[str]:
+    evidence = read(file)
+    found = evidence["noise"]
+    yield "Standard deviation over the seeds, nats per token, with its 95 % interval; and as a share of the loss."
+    yield table(
+        ["what varies", "seeds", "deviation", "of the loss"],
+        [
+            [
+                what,
+                str(spread["n"]),
+                interval(spread["value"], spread["low"], spread["high"], ".4f"),
+                f"{100 * spread['value'] / found['base_loss']:.2f} %",
+            ]
+            for what, spread in (
+                ("the baseline's losses", found["baseline"]),
+                ("differences, A/A less baseline", found["differences"]),
+            )
+        ],
+    )
+    yield wrapped(
+        f"The two arms' losses have the correlation {figure(found['correlation'], '.2f')} over the seeds: that is what "
+        "the same batches alone take off the noise."
+    )
+    yield from compared(evidence)
+    yield f"What it takes to see an effect of one arm with {100 * found['power']:.0f} % power, by this noise:"
+    yield table(
+        ["effect", "nats per token", "seeds", "at the ends of the deviation's interval"],
+        [
+            [
+                f"{line['effect_percent']:g} %",
+                f"{line['effect_nats']:.4f}",
+                seeds_in_words(line["seeds"]["value"]),
+                f"{seeds_in_words(line['seeds']['low'])} to {seeds_in_words(line['seeds']['high'])}",
+            ]
+            for line in found["seeds_needed"]
+        ],
+    )
+    if found["detectable_percent"] is not None:
+        yield f"{found['differences']['n']} seeds see {found['detectable_percent']:.2f} % and more."
+
+
+def seeds_in_words(seeds: int | None) -> str:
+    return "more than anybody has" if seeds is None else f"{seeds:,}"
+
+
 def fair_search(file: Path) -> Iterator[str]:
     evidence = read(file)
     yield from searched(evidence)
+    labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
+    for found in apart_tables(read_evidence(evidence["search"]), labels):
+        yield f"{found.title}. {' '.join(found.notes)}"
+        yield table(found.head, found.rows)
     yield from compared(evidence)
 
 
@@ -278,7 +344,7 @@ def ablations(file: Path) -> Iterator[str]:
     yield "Against the linear query:"
     yield from compared(evidence)
     yield "Against the paper's layer:"
-    yield next(compared(evidence, evidence["against_the_layer"]))
+    yield rows_in_table(evidence, families(evidence, evidence["against_the_layer"])[0])
 
 
 def context(file: Path) -> Iterator[str]:
@@ -363,6 +429,15 @@ def quarter_hour(file: Path) -> Iterator[str]:
 
 
 SECTIONS = (
+    Section(
+        "The noise floor",
+        "noise-floor.json",
+        "How far do two trainings of the same model part? A baseline and an A/A arm, which is the same on the same "
+        "batches from other weights: whatever differs is noise, and an effect has to be seen above it.",
+        noise_floor,
+        "The noise of another size, length or rate. Arms that share weights besides the batches may pair better than "
+        "the A/A arm, and architectures far from the baseline worse. A study of several arms needs more seeds.",
+    ),
     Section(
         "Best against best",
         "fair-search.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from commands import Outcome, apart, call, snapshot, words
+from qurve.data.loader import TokenData
+from qurve.data.prepare import prepare
 from qurve.runfolder import RunFolder
 from qurve.study import local
 from tiny import InProcess
@@ -299,6 +302,34 @@ def test_a_plan_without_sense_is_refused(arguments: tuple[str, ...], said: str) 
     refused = call("study", "plan", *arguments)
     assert (refused.code, refused.out) == (2, "")
     assert said in words(refused.err)
+
+
+def test_a_study_is_evaluated_document_by_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
+    folder, file, study = tmp_path / "data", tmp_path / "short.py", tmp_path / "study"
+    documents = [json.dumps({"text": f"The {word} of the {place}."}) for word in dir(str) for place in ("sea", "land")]
+    (tmp_path / "text.jsonl").write_text("\n".join(documents))
+    prepare([tmp_path / "text.jsonl"], folder, tokenizer="bytes", split=0.2, workers=1, progress=False)
+    file.write_text(GOOD)
+    made = call("compare", file, "--data", folder, "--out", study, "--workers", 1, "--seeds", 2)
+    assert made.code == 0, made.err
+    before = snapshot(study)
+    done = call("study", "documents", study, "--json")
+    assert done.code == 0, done.err
+    noise, split = done.json, TokenData.open(folder).split("val")
+    (wide,) = noise["arms"]
+    assert (noise["split"], noise["tokens"], wide["arm"], wide["seeds"]) == ("val", len(split) - 1, "wide", [1, 2])
+    assert noise["documents"] > 2
+    assert wide["low"] < wide["diff"] < wide["high"]
+    folder.rename(tmp_path / "moved")
+    assert "name the folder of that data (--data DIR)" in words(call("study", "documents", study).err)
+    told = words(call("study", "documents", study, "--data", tmp_path / "moved").out)
+    assert "It says nothing of other seeds" in told
+    assert snapshot(study) == before
+    for run in study.glob("runs/*/*"):
+        RunFolder(run).set_status("failed", step=3)
+    refused = call("study", "documents", study)
+    assert (refused.code, "no run is finished yet" in words(refused.err)) == (2, True)
 
 
 @pytest.mark.parametrize("command", [("study", "status"), ("watch",)])

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from fake_study import BASELINE, NONLINEAR, WIDER, searched, write_study
 
 from qurve.config import apply_settings
 from qurve.data.loader import TokenData
@@ -10,7 +15,8 @@ from qurve.errors import BadInput
 from qurve.model.gpt import GPT
 from qurve.runfolder import RunFolder
 from qurve.study import documents
-from qurve.study.documents import by_document, document_bootstrap, document_losses
+from qurve.study.documents import DocumentLosses, by_document, document_bootstrap, document_losses, document_noise
+from qurve.study.results import load
 from tiny import TINY
 
 END = 256
@@ -108,3 +114,56 @@ def test_what_cannot_be_drawn_from_is_refused():
         document_bootstrap([1.0], [1.0], [1], seed=0)
     with pytest.raises(ValueError, match="without tokens"):
         document_bootstrap([1.0, 0.0], [1.0, 0.0], [1, 0], seed=0)
+
+
+# ------------------------------------------------------------------------------------------------------- a whole study
+
+ANY_DATA: Any = SimpleNamespace(folder="data")
+
+
+def own_nats(arm: str) -> np.ndarray:
+    return np.random.default_rng(arm.encode()[0]).normal(0, 1, 40)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs have invented losses over 40 documents, of which the arms share most; here is which were evaluated."""
+    seen = []
+
+    def losses(run: Path, data: Any, split: str, device: str) -> DocumentLosses:
+        seen.append(f"{split} {run.parent.name} {run.name}")
+        base = np.random.default_rng(0).normal(300, 50, 40)
+        return DocumentLosses(base + own_nats(run.parent.name) + 10 * int(run.name[-1]), np.full(40, 100))
+
+    monkeypatch.setattr(documents, "document_losses", losses)
+    return seen
+
+
+def test_a_study_is_evaluated_run_by_run_and_paired_by_document(tmp_path: Path, asked: list[str]) -> None:
+    study = write_study(
+        tmp_path, searched(BASELINE, NONLINEAR, WIDER), fates={("mlp-4.75", 2): "diverged", ("res-gelu", 3): "failed"}
+    )
+    found = document_noise(load(study), ANY_DATA)
+    assert (found.split, found.documents, found.tokens) == ("test", 40, 4000)
+    arms = {arm.arm: arm for arm in found.arms}
+    layer, wider = arms["res-gelu"], arms["mlp-4.75"]
+    assert (layer.seeds, wider.seeds, wider.diff) == ((1, 2), (), None)
+    assert "seed 2 diverged" in wider.why
+    assert layer.low < layer.diff < layer.high
+    assert layer.high - layer.low < 0.02  # the documents' own spread, 0.5 nats, is shared
+    assert layer.diff == pytest.approx((own_nats("res-gelu") - own_nats("baseline")).sum() / 4000)
+    assert asked.count("test baseline seed-1") == 1
+    assert not any("mlp-4.75 seed" in run for run in asked)
+    assert found.to_json()["note"].startswith("Evaluation noise only")
+
+
+def test_a_study_without_a_difference_is_refused(tmp_path: Path, asked: list[str]) -> None:
+    alone = load(write_study(tmp_path / "alone", (BASELINE,)))
+    with pytest.raises(BadInput, match="no arm beside the baseline"):
+        document_noise(alone, ANY_DATA)
+    pending = load(
+        write_study(tmp_path / "pending", (BASELINE, WIDER), fates={("mlp-4.75", n): "failed" for n in (1, 2, 3)})
+    )
+    with pytest.raises(BadInput, match=r"no arm can be compared: MLP 4\.75: no seed in both"):
+        document_noise(pending, ANY_DATA)
+    assert asked == []

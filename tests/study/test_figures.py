@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import matplotlib.text
 import pytest
-from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, write_study
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, searched, write_study
 
 from qurve.study import figures
 from qurve.study.drawing import INK, NARROW, PALETTE, png, svg
@@ -104,6 +104,20 @@ def test_the_ring_is_around_the_chosen_point_even_when_another_is_lower(tmp_path
     (axes,) = figures.search_figure(load(tmp_path)).axes
     rings = [line for line in axes.lines if line.get_markersize() == 11]
     assert (rings[1].get_xdata()[0], rings[1].get_ydata()[0]) == (other["point"]["train.lr"], other["val_loss"])
+
+
+def test_arms_at_the_baselines_point_are_drawn_among_the_differences_alone(tmp_path):
+    results = load(write_study(tmp_path, searched(*THREE_ARMS)))
+    for axes in (figures.curves_figure(results).axes[0], figures.gains_figure(results).axes[0]):
+        assert not any("settings of" in label for label in axes.get_legend_handles_labels()[1])
+    (axes,) = figures.differences_figure(results).axes
+    assert len(axes.get_yticklabels()) == 4
+    assert [figures.colour_index(results, arm) for arm in results.arms] == [0, 1, 2, 1, 2]
+    assert figures.search_figure(results).axes[0].get_legend_handles_labels()[1] == [
+        "Baseline",
+        "MLP 4.75",
+        "Res. GELU (nonlinear query)",
+    ]
 
 
 def test_two_seeds_get_no_interval_in_the_figure(tmp_path):

@@ -31,7 +31,11 @@ app = tyro.extras.SubcommandApp()
 _command: Callable[..., int]
 for _command in (compare, train, generate, prepare, report):  # in the order of the help
     app.command(_command)
-app.command(study, name="study", help="How far a study is, what it would take, ladders of them: status, plan, ladder.")
+app.command(
+    study,
+    name="study",
+    help="How far a study is, what it would take, its noise over documents, ladders: status, plan, documents, ladder.",
+)
 for _command in (watch, presets, plan):
     app.command(_command)
 COMMANDS = ("compare", "train", "generate", "prepare", "report", "study", "watch", "presets", "plan")

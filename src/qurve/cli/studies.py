@@ -129,7 +129,7 @@ def report(
 
 
 study = SubcommandApp()
-"""The actions on a study, and on a ladder of them: `qurve study status`, `plan`, `ladder`."""
+"""The actions on a study, and on a ladder of them: `qurve study status`, `plan`, `documents`, `ladder`."""
 
 
 @study.command(name="status")
@@ -187,6 +187,37 @@ def study_plan(
         print(json.dumps(plan))
     else:
         Console().print(plan_table(plan))
+    return 0
+
+
+@study.command(name="documents")
+def study_documents(
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="A study's folder; its runs need checkpoints.")],
+    data: Annotated[
+        Path | None, option(metavar="DIR", help="Where the runs' data is now. Default: where it was.")
+    ] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> int:
+    """Evaluate a study's runs document by document: how far their differences hang on the documents.
+
+    The whole split that the study reports on is evaluated, with each run's newest checkpoint. The intervals are a
+    bootstrap over documents: noise of the evaluation, not of other seeds.
+    """
+    from qurve.generate.text import run_data
+    from qurve.study.documents import document_noise, document_table
+    from qurve.study.results import load
+
+    results = load(folder)
+    finished = next((run for run in results.runs if run.finished), None)
+    if finished is None:
+        raise BadInput(f"{folder}: no run is finished yet, so there is nothing to evaluate")
+    opened = run_data(folder / "runs" / finished.arm / f"seed-{finished.seed}", data)
+    noise = document_noise(results, opened, device or "auto")
+    if as_json:
+        print(json.dumps(noise.to_json()))
+    else:
+        Console().print(document_table(noise, results.baseline.label))
     return 0
 
 

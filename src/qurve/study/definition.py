@@ -11,7 +11,7 @@ import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from qurve import accounting, plugins, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
@@ -22,6 +22,9 @@ from qurve.study.search import MOST_POINTS, Search, configured, point_name, shor
 from qurve.study.searched import evidence
 from qurve.study.study_json import FORMAT, check_arm_name
 from qurve.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from qurve.train.step_time import TimeMatch
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Arm:
     label: str
     config: RunConfig
     paper: dict[str, str] | None = None
-    match: accounting.Match | None = None
+    match: accounting.Match | TimeMatch | None = None
     matched: str | None = None
     """The arm whose architecture this is, trained at the baseline's best point instead of its own."""
     seed_offset: int = 0

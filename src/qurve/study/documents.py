@@ -3,6 +3,8 @@
 This is the noise of the measure, of one pair of models. It says nothing of other seeds: over the three to seven seeds
 of a study a bootstrap does not cover, and the verdict's paired t test is what speaks of them.
 
+`document_noise` says it of a whole study (`qurve study documents`).
+
 Legend: N windows, T tokens of one, S targets of a split, D documents, R resamples.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +23,12 @@ from qurve.data.loader import TokenData
 from qurve.errors import BadInput
 from qurve.generate.text import run_tokenizer
 from qurve.runfolder import RunFolder
+from qurve.study.effects import not_comparable, shared_seeds
+from qurve.study.results import Arm, StudyResults
+from qurve.study.tables import signed
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
@@ -123,3 +132,102 @@ def document_losses(
         here = slice(int(part_N[0]), int(part_N[0]) + targets_NT.size)
         nats_S[here], targets_S[here] = losses.cpu().numpy(), targets_NT.ravel()
     return by_document(nats_S, targets_S, end_of_text)
+
+
+# ------------------------------------------------------------------------------------------------------ a whole study
+
+RESAMPLING_SEED = 0
+
+
+@dataclass(frozen=True)
+class DocumentDifference:
+    """One arm against the baseline on the same documents: the mean over the seeds that both have finished.
+
+    The interval is over the documents alone, the trained models as they are. None of it where `why` says so.
+    """
+
+    arm: str
+    label: str
+    seeds: tuple[int, ...]
+    diff: float | None
+    low: float | None
+    high: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class DocumentNoise:
+    split: str
+    documents: int
+    tokens: int
+    """Targets of the whole split, each once."""
+    arms: tuple[DocumentDifference, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "resamples": RESAMPLES, "note": NOTE}
+
+
+NOTE = (
+    "Evaluation noise only: the models are as they were trained and the documents are drawn anew. It says nothing of "
+    "other seeds; the study's verdict does."
+)
+
+
+def document_noise(results: StudyResults, data: TokenData, device: str = "auto") -> DocumentNoise:
+    """Every arm's difference to the baseline over the documents of the split that the study reports on, all of them.
+
+    Evaluates the newest checkpoint of each finished run. The nats of a document are their mean over the seeds, for both
+    arms the same ones. Raises `BadInput` for a study without another arm, for a split of one document, where no run is
+    finished, and as `document_losses` does.
+    """
+    if not results.others:
+        raise BadInput(f"{results.folder}: there is no arm beside the baseline, and so no difference")
+    tokens_D: Int64s | None = None
+    base: dict[int, Floats] = {}
+
+    def nats(arm: Arm, seed: int) -> Floats:
+        nonlocal tokens_D
+        run = results.folder / "runs" / arm.name / f"seed-{seed}"
+        found = document_losses(run, data, results.split, device)
+        if len(found.tokens_D) < 2:
+            raise BadInput(f"{data.folder}: its {results.split} split is one document: there is nothing to draw from")
+        tokens_D = found.tokens_D
+        return found.nats_D
+
+    arms = []
+    for arm in results.others:
+        why = not_comparable(results, arm)
+        seeds = () if why else shared_seeds(results, [arm])
+        if not seeds:
+            arms.append(DocumentDifference(arm.name, arm.label, (), None, None, None, why or "no seed in both"))
+            continue
+        base |= {seed: nats(results.baseline, seed) for seed in seeds if seed not in base}
+        ours_D = np.mean([nats(arm, seed) for seed in seeds], axis=0)
+        base_D = np.mean([base[seed] for seed in seeds], axis=0)
+        assert tokens_D is not None
+        found = document_bootstrap(ours_D, base_D, tokens_D, RESAMPLING_SEED)
+        arms.append(DocumentDifference(arm.name, arm.label, seeds, *found))
+    if tokens_D is None:
+        raise BadInput(f"{results.folder}: no arm can be compared: {'; '.join(f'{a.label}: {a.why}' for a in arms)}")
+    return DocumentNoise(results.split, len(tokens_D), int(tokens_D.sum()), tuple(arms))
+
+
+def document_table(noise: DocumentNoise, baseline: str) -> Group:
+    """The same for the terminal: a row per arm, then what it is and what it is not."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column(f"against {baseline}", overflow="fold")
+    for name in ("seeds", "difference", "95 % interval, over documents"):
+        table.add_column(name, justify="right")
+    for arm in noise.arms:
+        interval = arm.why if arm.low is None else f"{signed(arm.low, 4)} to {signed(arm.high, 4)}"
+        table.add_row(*map(Text, (arm.label, str(len(arm.seeds)), signed(arm.diff, 4), interval)))
+    what = (
+        f"Nats per token on all {noise.tokens:,} tokens of the {noise.split} split's {noise.documents:,} documents, "
+        f"mean over the seeds; bootstrap of {RESAMPLES:,} resamples."
+    )
+    return Group(table, Text(what), Text(NOTE))

@@ -43,10 +43,20 @@ def figures_of(results: StudyResults) -> dict[str, Draw]:
 
 
 def colour_index(results: StudyResults, arm: Arm) -> int:
-    """Index into `PALETTE`: 0 for the baseline, the others in turn."""
+    """Index into `PALETTE`: 0 for the baseline, the others in turn; at the baseline's best point an architecture keeps
+    its colour."""
     if arm.name == results.baseline.name:
         return 0
+    if arm.matched is not None:
+        own = next((other for other in results.arms if other.name == arm.matched and other.matched is None), None)
+        if own is not None:
+            return colour_index(results, own)
     return 1 + [other.name for other in results.others].index(arm.name) % (len(PALETTE) - 1)
+
+
+def drawn(results: StudyResults) -> list[Arm]:
+    """The arms whose curves are drawn: those at the baseline's best point would double the lines."""
+    return [arm for arm in results.arms if arm.matched is None]
 
 
 def _look(results: StudyResults, arm: Arm) -> dict[str, Any]:
@@ -73,7 +83,7 @@ def curves_figure(results: StudyResults, width: float = WIDE) -> Figure:
     fig = blank(width, width * (0.74 if width > 5 else 1.35))
     top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     first = first_step(results)
-    for arm in results.arms:
+    for arm in drawn(results):
         look, seeds = _look(results, arm), band([run.val for run in arm.finished])
         for run in arm.unfinished:
             line(top, _shown(results, run.val, first), color=look["color"], alpha=0.5, linewidth=0.7)
@@ -115,7 +125,9 @@ def with_parameters(arm: Arm, limit: int = 30) -> str:
 
 def _gains(results: StudyResults, axes: Axes, first: int) -> None:
     axes.axhline(0, color=PALETTE[0], linewidth=1.2)
-    for arm in results.others:
+    for arm in drawn(results):
+        if arm is results.baseline:
+            continue
         look, seeds = _look(results, arm), gains(results, arm)
         _shade(results, axes, seeds, first, look["color"])
         points = _shown(results, seeds.mean, first)
@@ -149,7 +161,7 @@ def _frame(results: StudyResults, axes: Axes) -> None:
         return
     low, high = limits
     axes.set_ylim(low, high)
-    for arm in results.arms:
+    for arm in drawn(results):
         for run in arm.runs.values():
             if run.status == "diverged":
                 step, loss = run.val[-1] if run.val else (run.step, high)
@@ -213,6 +225,8 @@ def search_figure(results: StudyResults, width: float = WIDE) -> Figure:
     rates: set[float] = set()
     for arm in results.arms:
         look, grid = _look(results, arm), results.search.grid(arm.name)
+        if not grid:  # not tried yet, or not searched: no line in the legend
+            continue
         rates |= {lr for lr, _ in grid}
         finite = {point: loss for point, loss in grid.items() if loss is not None}
         lowest = {lr: min(loss for (r, _), loss in finite.items() if r == lr) for lr, _ in finite}

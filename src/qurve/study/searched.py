@@ -86,6 +86,14 @@ class Searched:
         tried = dict.fromkeys(s.trial.point for s in self.scores if s.trial.arm == arm)
         return {point: losses.mean(arm, point, steps) for point in tried if losses.has(arm, point, steps)}
 
+    def margin(self, arm: str, axis: str) -> dict[Value, float | None]:
+        """Value on the axis, ascending -> the lowest of the mean losses that `points` has there; None where none
+        finished."""
+        found: dict[Value, list[float]] = {}
+        for point, loss in self.points(arm).items():
+            found.setdefault(on(axis, point), []).extend([] if loss is None else [loss])
+        return {value: min(found[value], default=None) for value in sorted(found, key=_ascending)}
+
     def grid(self, arm: str) -> dict[tuple[float, Any], float | None]:
         """(peak rate, floor) -> the lowest of the mean losses that `points` has there; None where none finished.
 
@@ -118,16 +126,21 @@ class Searched:
         """Axes on which the arm's choice lies at an open edge of what was tried: (axis, chosen, lowest, highest)."""
         point, found = self.chosen[arm].point, []
         for axis in self.axes if point is not None else ():
-            values = [_on(axis, tried) for tried, _, _ in self.tried(arm)]
-            value = _on(axis, point or ())
+            values = [on(axis, tried) for tried, _, _ in self.tried(arm)]
+            value = on(axis, point or ())
             if beyond(axis, values, value) is not None:
                 numbers = [float(v) for v in values if is_number(v)]  # type: ignore[arg-type]
                 found.append((axis, float(value), min(numbers), max(numbers)))  # type: ignore[arg-type]
         return found
 
 
-def _on(axis: str, point: Point) -> Value:
-    """The point's value on an axis; of a share, rounded so that one value is one number again."""
+def _ascending(value: Value) -> tuple[bool, float, str]:
+    """Numbers by their size, then everything else by its name."""
+    return (False, float(value), "") if is_number(value) else (True, 0.0, str(value))  # type: ignore[arg-type]
+
+
+def on(axis: str, point: Point) -> Value:
+    """A point's value on an axis; of a share, rounded so that one value is one number again."""
     path, _, of = axis.partition("/")
     given: dict[str, Any] = dict(point)
     return rounded(given[path] / given[of], 9) if of and given[of] else given[path]

@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from fake_study import BASELINE, arm, write_study
+from fake_study import BASELINE, THREE_ARMS, arm, searched, write_study
 from test_report import FATES, MESSY
 
 from qurve.study.report import write_report
@@ -86,6 +86,16 @@ def test_figures_come_to_life_and_arms_can_be_hidden(opened, whole):
     assert 0 < lines(page, "curves") < before
     button.click()
     assert lines(page, "curves") == before
+
+
+@pytest.mark.slow
+def test_arms_at_the_baselines_point_wait_for_their_button(opened, tmp_path):
+    page = opened(write_report(write_study(tmp_path, searched(*THREE_ARMS), seeds=(1, 2))))
+    figure, before = alive(page, "curves"), lines(page, "curves")
+    group = figure.get_by_role("group", name="At the baseline's best point")
+    assert [button.get_attribute("aria-pressed") for button in group.get_by_role("button").all()] == ["false"] * 2
+    group.get_by_role("button").first.click()
+    assert lines(page, "curves") > before
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_study import BASELINE, arm, write_study
+from fake_study import BASELINE, NONLINEAR, WIDER, arm, searched, write_study
 
 from qurve.study.curves import MOST_POINTS_IN_ALL, loss_range
 from qurve.study.page import plots
@@ -71,6 +71,34 @@ def test_the_search_rings_what_was_chosen(results):
     assert {t["meta"]["arm"]: t["x"] for t in rings} == {"baseline": [2e-3], "mlp-4.75": [4e-3], "res-gelu": [8e-3]}
     crosses = [t for t in plot["traces"] if t.get("marker", {}).get("symbol") == "x"]
     assert {x for trace in crosses for x in trace["x"]} == {1.6e-2}
+
+
+def test_arms_at_the_baselines_point_stand_aside_in_their_architectures_colour(tmp_path):
+    results = load(write_study(tmp_path, searched(BASELINE, WIDER, NONLINEAR)))
+    for draw in (plots.curves_plot, plots.gains_plot):
+        plot = draw(results)
+        aside = {arm["name"]: arm["colour"] for arm in plot["arms"] if arm["aside"]}
+        colours = {arm["name"]: arm["colour"] for arm in plot["arms"] if not arm["aside"]}
+        assert aside == {f"{name}@baseline": colours[name] for name in ("mlp-4.75", "res-gelu")}
+        dotted = {t["meta"]["arm"] for t in plot["traces"] if t.get("line", {}).get("dash") == "dot"}
+        assert dotted == set(aside)
+    assert not any(arm["aside"] for arm in plots.search_plot(results)["arms"])
+
+
+def test_a_search_without_floors_names_none(tmp_path, results):
+    with_floors = {label for t in plots.search_plot(results)["traces"] for label in t.get("customdata", ())}
+    assert ", floor 0.0002" in with_floors
+    folder = write_study(tmp_path, (BASELINE, WIDER))
+    tree = json.loads((folder / "study.json").read_text())
+    scores = [score for score in tree["search"]["scores"] if score["arm"] == "baseline"][::2]
+    for score in scores:
+        del score["point"]["train.min_lr"]
+    tree["search"] |= {"scores": scores, "chosen": {}}
+    (folder / "study.json").write_text(json.dumps(tree))
+    plot = plots.search_plot(load(folder))
+    assert {label for t in plot["traces"] for label in t.get("customdata", ())} == {""}
+    assert [arm["name"] for arm in plot["arms"]] == ["baseline"]
+    assert all(trace["x"] for trace in plot["traces"])
 
 
 def test_a_label_is_no_markup_to_plotly(tmp_path):

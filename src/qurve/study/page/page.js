@@ -25,7 +25,7 @@ class Figure {
   constructor(host, plot) {
     this.host = host;
     this.plot = plot;
-    this.hidden = new Set();
+    this.hidden = new Set(plot.arms.filter((arm) => arm.aside).map((arm) => arm.name));
     this.layers = new Set();
     this.drawn = false;
     this.still = host.querySelector(".still");
@@ -44,8 +44,9 @@ class Figure {
     bar.setAttribute("role", "toolbar");
     bar.setAttribute("aria-label", "What this figure shows");
     const arms = this.group(bar, "Arms");
+    const aside = this.hidden.size ? this.group(bar, "At the baseline's best point") : null;
     this.armButtons = this.plot.arms.map((arm) => {
-      const button = this.button(arms, arm.label, () => this.toggle(this.hidden, arm.name));
+      const button = this.button(arm.aside ? aside : arms, arm.label, () => this.toggle(this.hidden, arm.name));
       const dot = document.createElement("span");
       dot.className = "dot";
       button.style.setProperty("--accent", `var(--arm-${arm.colour})`);

@@ -1,7 +1,9 @@
 """The page's living figures, as plain data for Plotly: traces, layout, and what the buttons beside them switch.
 
 `$ink`, `$line`, `$card` and `$arm-N` stand for the page's colours, `$arm-N/0.16` for one of them washed out; the page's
-script puts the present ones in. A trace's `meta` has the arm (`None`: every arm) and the layer it belongs to.
+script puts the present ones in. A trace's `meta` has the arm (`None`: every arm) and the layer it belongs to. An arm
+`aside` starts hidden, with a button in a group of its own: those at the baseline's best point, which would double the
+lines.
 """
 
 from __future__ import annotations
@@ -98,23 +100,28 @@ def search_plot(results: StudyResults) -> dict[str, Any]:
         tried = [(lr, floor, loss) for (lr, floor), loss in grid.items() if loss is not None]
         lowest = {lr: min(loss for rate, _, loss in tried if rate == lr) for lr, _, _ in tried}
         common = {"type": "scatter", "name": _name(arm), "meta": {"arm": arm.name, "layer": ""}}
-        hover = "<b>%{fullData.name}</b><br>peak %{x:.3g}, floor %{customdata:.3g}<br>loss %{y:.4f}<extra></extra>"
-        traces.append(
-            common
-            | {"x": list(lowest), "y": _rounded(lowest.values()), "mode": "lines", "hoverinfo": "skip"}
-            | {"line": {"color": colour, "width": 1.6}}
-        )
-        traces.append(
-            common
-            | {"x": [lr for lr, _, _ in tried], "y": _rounded(loss for _, _, loss in tried), "mode": "markers"}
-            | {"customdata": [floor for _, floor, _ in tried], "hovertemplate": hover}
-            | {"marker": {"color": colour, "size": 8}}
-        )
+        hover = "<b>%{fullData.name}</b><br>peak %{x:.3g}%{customdata}<br>loss %{y:.4f}<extra></extra>"
+        if tried:
+            traces.append(
+                common
+                | {"x": list(lowest), "y": _rounded(lowest.values()), "mode": "lines", "hoverinfo": "skip"}
+                | {"line": {"color": colour, "width": 1.6}}
+            )
+            traces.append(
+                common
+                | {"x": [lr for lr, _, _ in tried], "y": _rounded(loss for _, _, loss in tried), "mode": "markers"}
+                | {"customdata": [_floor(floor) for _, floor, _ in tried], "hovertemplate": hover}
+                | {"marker": {"color": colour, "size": 8}}
+            )
         broken = [(lr, floor) for (lr, floor), loss in grid.items() if loss is None]
         if broken:
             traces.append(
                 common
-                | {"x": [lr for lr, _ in broken], "y": [edge] * len(broken), "customdata": [f for _, f in broken]}
+                | {
+                    "x": [lr for lr, _ in broken],
+                    "y": [edge] * len(broken),
+                    "customdata": [_floor(floor) for _, floor in broken],
+                }
                 | {"mode": "markers", "marker": {"symbol": "x", "color": colour, "size": 9}}
                 | {"hovertemplate": hover.replace("loss %{y:.4f}", "did not finish")}
             )
@@ -133,6 +140,11 @@ def search_plot(results: StudyResults) -> dict[str, Any]:
         "yaxis": _axis("validation loss (nats per token)"),
     }
     return _plot(results, arms, traces, layout, {})
+
+
+def _floor(value: float | None) -> str:
+    """As a point's label has it: nothing where the floor was not searched."""
+    return "" if value is None else f", floor {value:.3g}"
 
 
 PLOTS = {"curves": curves_plot, "gains": gains_plot, "search": search_plot}
@@ -155,6 +167,7 @@ def _plot(
             "name": arm.name,
             "label": (names or {}).get(arm.name) or shorten(arm.label, 38) + fate(arm),
             "colour": colour_index(results, arm),
+            "aside": arm.matched is not None,
         }
         for arm in arms
     ]
@@ -171,7 +184,7 @@ def _line(results: StudyResults, arm: Arm, points: Curve, axis: str, hover: str)
     return [
         _trace(arm, points, axis, "")
         | {"mode": "lines+markers" if len(points) <= 40 else "lines"}
-        | {"line": {"color": colour, "width": 2}, "marker": {"size": 5}}
+        | {"line": {"color": colour, "width": 2} | ({"dash": "dot"} if arm.matched else {}), "marker": {"size": 5}}
         | {"hovertemplate": f"<b>%{{fullData.name}}</b><br>step %{{x:,}}<br>{hover}<extra></extra>"}
     ]
 

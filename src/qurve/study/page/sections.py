@@ -13,6 +13,7 @@ from typing import Any
 from qurve.config import differences
 from qurve.study import tables
 from qurve.study.against import Pairing
+from qurve.study.apart import apart_tables
 from qurve.study.curves import Curve, band, gains, thinned
 from qurve.study.figures import colour_index, figures_of
 from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture, setting_in_words
@@ -48,8 +49,17 @@ def _curves(results: StudyResults) -> str | None:
         "Validation loss of every arm against steps; below, the relative gain over the baseline",
         f"Top: validation loss; line: mean over the finished seeds, shaded: from the smallest to the largest of them, "
         f"cross: where a run diverged{dashed}. Bottom: relative log-loss gain over the baseline. The steep beginning "
-        "is cut off so that the rest can be seen; the table of runs has the loss at the start.",
+        f"is cut off so that the rest can be seen; the table of runs has the loss at the start.{_aside(results)}",
         _numbers("Mean validation loss over the finished seeds", curves, lambda loss: tables.plain(loss, 4)),
+    )
+
+
+def _aside(results: StudyResults) -> str:
+    if not results.matched:
+        return ""
+    return (
+        " The arms at the baseline's best point stand in the numbers below, and are drawn when their buttons are "
+        "pressed: dotted, in their architectures' colours."
     )
 
 
@@ -61,7 +71,7 @@ def _gains(results: StudyResults) -> str | None:
         "Relative log-loss gain of every arm over the baseline against steps, from the first evaluation on",
         "Every arm from the first evaluation on, the warm-up among it; line: gain of the mean losses, shaded: from the "
         "smallest to the largest seed's. A gain that is large early says nothing of the end. M: millions of "
-        "non-embedding parameters.",
+        f"non-embedding parameters.{_aside(results)}",
         _numbers("Relative log-loss gain over the baseline, in per cent", curves, lambda g: tables.signed(g, 2)),
     )
 
@@ -146,7 +156,10 @@ def _search(results: StudyResults) -> str:
     )
     from markupsafe import Markup
 
-    return macro("search", results, _chosen(results), _grid(results), Markup(figure or ""))
+    labels = {arm.name: arm.label for arm in results.arms}
+    tables_ = [] if results.search is None else apart_tables(results.search, labels)
+    words = "".join(in_table(f"apart-{place}", table) for place, table in enumerate(tables_, 1))
+    return macro("search", results, _chosen(results), _grid(results), Markup(figure or ""), Markup(words))
 
 
 def _chosen(results: StudyResults) -> list[dict[str, Any]]:
@@ -155,7 +168,7 @@ def _chosen(results: StudyResults) -> list[dict[str, Any]]:
         return []
     found = []
     for arm in results.arms:
-        if arm.matched is None:
+        if arm.matched is None and not arm.seed_offset:
             chosen = results.search.chosen.get(arm.name)
             points = results.search.points(arm.name)
             found.append(
@@ -190,7 +203,8 @@ def _grid(results: StudyResults) -> dict[str, Any] | None:
         ]
         for point in points
     ]
-    return {"arms": arms, "rows": list(zip(points, cells, strict=True))}
+    floors = any(floor is not None for _, floor in points)
+    return {"arms": arms, "rows": list(zip(points, cells, strict=True)), "floors": floors}
 
 
 def _changed(results: StudyResults) -> str:
