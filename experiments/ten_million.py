@@ -1,7 +1,7 @@
 """Best against best at ten million parameters: planned, and not run.
 
 `experiments/fair_search.py` with 6 blocks of 384 and 20 tokens for each parameter. That is more text than the embedded
-corpus has: it takes `--data`. `docs/results.md` says how long two cores would need.
+corpus has: it takes `--data`. `REPRODUCE.md` says how long two cores would need.
 
     qurve study plan experiments/ten_million.py
     qurve compare experiments/ten_million.py --data data/text --out runs/ten-million --pool runs/pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurve.study.effects import (
+    STEADY,
     Effect,
     Saved,
     Unknown,
@@ -23,11 +25,13 @@ from qurve.study.effects import (
     effect,
     effects,
     sized_baselines,
+    speeds_apart,
     step_reaching,
 )
 from qurve.study.results import StudyResults, load
 from qurve.study.scaling import Equivalent, Estimate
 from qurve.study.statistics import compare
+from qurve.study.worth import costs_table
 
 WIDE = arm("wide", "Wide", non_embedding=900_000, config=config(model__d_ff=608))
 NEW = arm("new", "New", non_embedding=800_512, config=config(model__query={"kind": "bottleneck"}))
@@ -262,3 +266,26 @@ def test_costs_stand_beside_every_arm(tmp_path: Path) -> None:
     assert (base.arm, base.non_embedding, base.total, base.peak_memory_bytes) == ("baseline", 800_000, 1_078_528, None)
     assert (new.peak_memory_bytes, new.flops_per_token) == (9, 6.0 * 800_512)
     assert new.tokens_per_s == pytest.approx(2048 / 0.102)
+
+
+@pytest.mark.parametrize("slower", [1.2, 2.0])
+def test_speeds_are_compared_only_on_a_quiet_machine(slower: float, tmp_path: Path) -> None:
+    """One arm's seeds are the same work: where their speeds part, the machine did something else."""
+    results = load(write_study(tmp_path, (BASELINE, NONLINEAR)))
+    new = results.others[0]
+    seed, run = next(iter(new.runs.items()))
+    assert run.tokens_per_s is not None
+    slow = dataclasses.replace(run, tokens_per_s=run.tokens_per_s / slower)
+    arms = (results.baseline, dataclasses.replace(new, runs={**new.runs, seed: slow}))
+    results = dataclasses.replace(results, arms=arms)
+    assert speeds_apart(results) == pytest.approx(slower, rel=0.03)
+    (effect,) = effects(results)
+    assert isinstance(effect.saved, Saved)
+    rows = costs_table(results).rows
+    if slower < STEADY:
+        assert isinstance(effect.saved.seconds, Estimate)
+        assert "%" in rows[1][4]
+    else:
+        assert isinstance(effect.saved.seconds, Unknown)
+        assert "%" not in rows[1][4]
+        assert any("no arm's speed is compared" in note for note in costs_table(results).notes)

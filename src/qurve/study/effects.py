@@ -29,6 +29,9 @@ T = TypeVar("T")
 Curve = Sequence[tuple[int, float]]
 """(step, validation loss), ascending."""
 
+STEADY = 1.25
+"""An arm's fastest seed over its slowest: beyond it the machine was not quiet, and speeds say nothing of the arms."""
+
 
 @dataclass(frozen=True)
 class Unknown:
@@ -265,8 +268,21 @@ def saved(results: StudyResults, arm: Arm, seeds: Sequence[int]) -> Saved:
         tokens.append(theirs - ours)
         flops.append(theirs * base.flops_per_token - ours * arm.flops_per_token)
         seconds.append(_seconds(base.runs[seed], theirs) - _seconds(arm.runs[seed], ours))
-    time = estimate(seconds) if all(map(math.isfinite, seconds)) else Unknown("the runs do not say how long they took")
-    return Saved(estimate(steps), estimate(shares), estimate(tokens), estimate(flops), time)
+    return Saved(estimate(steps), estimate(shares), estimate(tokens), estimate(flops), _time(seconds, results))
+
+
+def _time(seconds: list[float], results: StudyResults) -> Estimate | Unknown:
+    if not all(map(math.isfinite, seconds)):
+        return Unknown("the runs do not say how long they took")
+    if (apart := speeds_apart(results)) > STEADY:
+        return Unknown(f"one arm's seeds ran up to {apart:.1f} times apart in speed, so the machine was not quiet")
+    return estimate(seconds)
+
+
+def speeds_apart(results: StudyResults) -> float:
+    """How many times as fast as its slowest seed an arm's fastest ran, for the arm where that is most; at least 1."""
+    speeds = [[run.tokens_per_s for run in arm.finished if run.tokens_per_s] for arm in results.arms]
+    return max((max(found) / min(found) for found in speeds if found), default=1.0)
 
 
 def _seconds(run: Run, tokens: float) -> float:

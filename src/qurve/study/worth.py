@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from qurve.study.effects import Cost, Effect, Saved, Unknown, costs, effects
+from qurve.study.effects import STEADY, Cost, Effect, Saved, Unknown, costs, effects, speeds_apart
 from qurve.study.noise import Deviation, noise_floor
 from qurve.study.power import LEAST_SEEDS, POWER, detectable, seeds_needed
 from qurve.study.results import Arm, StudyResults
@@ -98,17 +98,19 @@ def _of_effects(results: StudyResults, title: str, columns: dict[str, Say], note
 def costs_table(results: StudyResults) -> Table:
     """What every arm takes, with its change against the baseline."""
     found = {cost.arm: cost for cost in costs(results)}
-    base = found[results.baseline.name]
-    rows = [_cost(arm, found[arm.name], base) for arm in results.arms if arm.matched is None]
+    base, apart = found[results.baseline.name], speeds_apart(results)
+    rows = [_cost(arm, found[arm.name], base, apart <= STEADY) for arm in results.arms if arm.matched is None]
     head = ["arm", "N.E. parameters", "all parameters", "MFLOPs per token", "tokens/s", "peak memory"]
     notes = [
         "In brackets: against the baseline. Tokens/s: median over the seeds, training alone; peak memory: the most "
         "that one process held, over the seeds. Both are of the machine that the runs were made on, busy or not."
     ]
+    if apart > STEADY:
+        notes.append(f"One arm's seeds ran up to {apart:.1f} times apart in speed: no arm's speed is compared.")
     return Table("What it costs", head, rows, notes)
 
 
-def _cost(arm: Arm, cost: Cost, base: Cost) -> list[str]:
+def _cost(arm: Arm, cost: Cost, base: Cost, steady: bool) -> list[str]:
     def beside(value: float | None, reference: float | None, text: str) -> str:
         if value is None or not reference or cost is base:
             return text
@@ -120,7 +122,7 @@ def _cost(arm: Arm, cost: Cost, base: Cost) -> list[str]:
         beside(cost.non_embedding, base.non_embedding, f"{cost.non_embedding:,}"),
         beside(cost.total, base.total, f"{cost.total:,}"),
         beside(cost.flops_per_token, base.flops_per_token, f"{cost.flops_per_token / 1e6:,.2f}"),
-        beside(cost.tokens_per_s, base.tokens_per_s, plain(cost.tokens_per_s, 0)),
+        beside(cost.tokens_per_s, base.tokens_per_s if steady else None, plain(cost.tokens_per_s, 0)),
         beside(cost.peak_memory_bytes, base.peak_memory_bytes, memory),
     ]
 
