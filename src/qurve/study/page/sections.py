@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qurve.config import differences
+from qurve.runfolder import MEASURED
 from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables
@@ -24,8 +25,8 @@ from qurve.study.statistics import comparisons, summary_rows
 from qurve.study.worth import costs_table, gains_table, noise_table, savings_table
 
 PAPER_SCALE = "the paper, as printed: 124 M parameters, 60,000 steps, one seed; another scale"
-UNSAID = ("format", "peak_memory_bytes")
-"""Of a run's environment: the costs have its memory."""
+UNSAID = ("format", *MEASURED)
+"""Of a run's environment: the costs have what was measured."""
 MOST_COLUMNS = 8
 """Steps in the table beside a figure of curves."""
 
