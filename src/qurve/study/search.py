@@ -256,7 +256,7 @@ def trials(search: Search, configs: Configs, scores: Sequence[Score]) -> list[Tr
 
 
 def planned(search: Search, configs: Configs) -> dict[str, dict[int, int]]:
-    """How many runs of how many updates each arm takes at least (updates -> runs): all rungs, and no extension."""
+    """How many runs of how many updates each arm takes (updates -> runs): all rungs, and no extension; see `bound`."""
     found = {}
     for arm, config in configs.items():
         points = _points(search, config)
@@ -266,6 +266,16 @@ def planned(search: Search, configs: Configs) -> dict[str, dict[int, int]]:
             rungs = {config.train.updates: points}
         found[arm] = {updates: n * len(search.seeds) for updates, n in rungs.items()}
     return found
+
+
+def bound(search: Search) -> Literal["exactly", "at least", "at most"]:
+    """How many runs a search takes, against those that are `planned`.
+
+    A grid may be extended. In halving a point that broke is trained no further, and Optuna may ask for one twice.
+    """
+    if search.sampler == "grid":
+        return "at least" if search.extensions else "exactly"
+    return "exactly" if search.sampler == "random" else "at most"
 
 
 class Losses:
