@@ -49,7 +49,7 @@ def test_the_noise_floor_comes_first_and_asks_for_seeds(tmp_path: Path) -> None:
     text, of = section(text, "The noise floor"), tree["noise"]
     for key in ("baseline", "differences"):
         assert f"| 3 | {of[key]['value']:.4f} [{of[key]['low']:.4f}, {of[key]['high']:.4f}] |" in text
-    assert "| A/A: cannot be told apart from the noise (3 seeds), as it should be |" in text
+    assert "| cannot be told apart from the noise (3 seeds), as an A/A arm should be |" in text
     line = of["seeds_needed"][-1]
     assert f"| 2.4 % | {line['effect_nats']:.4f} | {line['seeds']['value']} | {line['seeds']['low']} to " in text
     assert f"3 seeds see {of['detectable_percent']:.2f} % and more." in text

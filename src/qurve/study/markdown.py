@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from qurve.study import tables
 from qurve.study.against import Pairing
-from qurve.study.headline import headline
+from qurve.study.headline import alarms, headline
 from qurve.study.provenance import commands, provenance
 from qurve.study.results import Arm, StudyResults, doubts
 from qurve.study.statistics import overall_verdict, summary_rows
@@ -76,10 +76,10 @@ def _in_words(table: Table) -> list[str]:
 
 
 def _top(results: StudyResults) -> list[str]:
-    top = headline(results)
+    top, lines = headline(results), [f"> **{escaped(alarm)}**\n" for alarm in alarms(results)]
     if top is None:
-        return [escaped(overall_verdict(results)), ""]
-    lines = [f"**{escaped(top.words)}**", ""]
+        return [*lines, escaped(overall_verdict(results)), ""]
+    lines += [f"**{escaped(top.words)}**", ""]
     if top.pair is not None and top.pair.diff is not None:
         number = _interval(top.pair.diff, top.pair.low, top.pair.high)
         lines += [f"**{escaped(number)}** nats per token, n = {top.pair.n}. {top.caveat}".rstrip(), ""]
