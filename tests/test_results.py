@@ -108,7 +108,7 @@ def test_a_gain_is_followed_along_the_steps(tmp_path: Path) -> None:
     assert "- who ran it" in text
 
 
-def test_stability_says_which_claims_hold(tmp_path: Path) -> None:
+def test_stability_says_what_is_seen_of_the_claims_and_what_is_an_inference(tmp_path: Path) -> None:
     points = tuple(
         arm(f"baseline@{lr:g}-0.05", "B", config=config(train__lr=lr, train__weight_decay=0.05)) for lr in (2e-3, 1e-2)
     )
@@ -116,7 +116,13 @@ def test_stability_says_which_claims_hold(tmp_path: Path) -> None:
     found = load(write_study(tmp_path / "study", points, seeds=(1,), search=False, fates=fates))
     text = section(write(tmp_path, "stability", stability_evidence(found)), "Stability")
     assert "| baseline | 0.05 | 0.002 |" in text
-    assert "| diverges | 0.002 | **refuted** |" in text
+    said, _, inferred = text.partition("What we infer from it")
+    claim = (
+        "said to diverge: diverges before step 20,000 of 60,000 at this decay | arXiv 2603.13381, section 2.2 | 0.002"
+    )
+    assert f"{claim} | **not tested: shorter** |" in said
+    assert "inferred" not in said
+    assert inferred.count("inferred to diverge: no statement of ") == 3
     assert "**not run**" in text
 
 

@@ -304,14 +304,26 @@ def figure2(file: Path) -> Iterator[str]:
 def stability(file: Path) -> Iterator[str]:
     evidence = read(file)
     yield table(
-        ["arm", "decay", "largest stable rate", "sensitivity to the rate", "largest attention logit", "spikes"],
+        [
+            "arm",
+            "decay",
+            "largest stable rate",
+            "largest without divergence",
+            "sensitivity to the rate",
+            "largest attention logit",
+            "spikes",
+        ],
         [
             [
                 found["arm"],
                 f"{line['weight_decay']:g}",
-                NONE
-                if line["largest_stable_lr"] is None
-                else f"{line['largest_stable_lr']:g}{' (the largest tried)' if line['largest_tried'] else ''}",
+                *(
+                    NONE if line[key] is None else f"{line[key]:g}{' (the largest tried)' if line[tried] else ''}"
+                    for key, tried in (
+                        ("largest_stable_lr", "largest_tried"),
+                        ("largest_finished_lr", "largest_finished_tried"),
+                    )
+                ),
                 figure(line["sensitivity"], ".3f"),
                 figure(max((c["max_logit"] for c in cells if c["max_logit"] is not None), default=None), ".1f"),
                 str(sum(cell["spikes"] for cell in cells if cell["spikes"] is not None)),
@@ -321,21 +333,32 @@ def stability(file: Path) -> Iterator[str]:
             for cells in [[c for c in found["cells"] if c["weight_decay"] == line["weight_decay"]]]
         ],
     )
-    yield table(
-        ["claim", "said to be", "at rate", "verdict", "why"],
+    inferences = [claim for claim in evidence["claims"] if claim["standing"] == "our inference"]
+    yield "What was published, and what is seen here:"
+    yield claims_in_table([claim for claim in evidence["claims"] if claim not in inferences])
+    yield wrapped(
+        "What we infer from it, and what is seen here. Nobody published these: whatever is seen of them says nothing "
+        "of the paper."
+    )
+    yield claims_in_table(inferences)
+    yield wrapped(evidence["note"])
+
+
+def claims_in_table(claims: list[Evidence]) -> str:
+    return table(
+        ["point", "claim", "where", "at rate", "seen", "why"],
         [
             [
-                f"{claim['arm']}, {claim['multiple']:.3g} x the baseline's rate, decay {claim['weight_decay']:g} "
-                f"({claim['source']})",
-                claim["says"],
+                f"{claim['arm']}, {claim['multiple']:.3g} x the baseline's rate, decay {claim['weight_decay']:g}",
+                f"{claim['says_in_words']}: {claim['text']}",
+                claim["source"],
                 f"{claim['judged_at']:g}",
-                f"**{claim['verdict']}**" + (f", {claim['found']} here" if claim["verdict"] == "disputed" else ""),
+                f"**{claim['verdict']}**" + (" (the sources do not agree)" if claim["standing"] == "disputed" else ""),
                 claim["why"],
             ]
-            for claim in evidence["claims"]
+            for claim in claims
         ],
     )
-    yield evidence["note"]
 
 
 def ablations(file: Path) -> Iterator[str]:
@@ -470,8 +493,8 @@ SECTIONS = (
     Section(
         "Stability",
         "stability.json",
-        "What rates and decays does each architecture tolerate, and do the published claims hold at this scale? A "
-        "point is unstable when a run diverges or ends well above its architecture's best.",
+        "What rates and decays does each architecture tolerate, and what is seen of the published claims at this "
+        "scale? A point diverges, or ends on a plateau well above its architecture's best, or is stable.",
         stability,
         "What happens late in a long training: the baseline's divergence at decay 0.05 was seen before step "
         "20,000, and these runs are far shorter. One seed a point: a map of where to look, no test.",
