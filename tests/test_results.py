@@ -158,7 +158,15 @@ def test_a_ladder_shows_rungs_and_slopes(tmp_path: Path) -> None:
 def test_a_gpus_quarter_of_an_hour(tmp_path: Path) -> None:
     arms = {
         "baseline": {"val": 4.0, "test": 4.1, "test_differences": [0.0] * 3, "diff": 0.0},
-        "res-gelu": {"val": 3.9, "test": 4.0, "test_differences": [-0.11, -0.1, -0.09], "diff": -0.1},
+        "res-gelu": {
+            "val": 3.9,
+            "test": 4.0,
+            "diff": -0.1,
+            "low": -0.1248,
+            "high": -0.0752,
+            "p": 0.003,
+            "p_holm": 0.0033,
+        },
     }
     tree = {
         "command": "python x.py",
@@ -167,11 +175,14 @@ def test_a_gpus_quarter_of_an_hour(tmp_path: Path) -> None:
         "runs": [],
         **{"steps": 300, "tokens_per_step": 32_768, "rates": [1e-3, 2e-3], "search_seed": 101},
         "non_embedding": {"baseline": 10, "res-gelu": 11},
-        "summary": {"chosen": {"baseline": 1e-3, "res-gelu": 2e-3, "mlp": None}, "seeds": [1, 2, 3], "arms": arms},
+        "summary": {"chosen": {"baseline": 1e-3, "res-gelu": 2e-3, "mlp": None}, "seeds": [1, 2, 3], "arms": arms}
+        | {"edges": ["res-gelu"], "diverged": ["qk-norm, seed 2"]},
     }
     text = section(write(tmp_path, "quarter-hour-gpu", tree), "Ten minutes of a GPU")
     assert "`python x.py`; a large one; torch 9.9" in text
-    assert "| res-gelu | 11 | 0.002 | 3.9000 | 4.0000 | -0.1000 [-0.1248, -0.0752] | 0.0033 |" in text
+    assert "| res-gelu | 11 | 0.002 (edge) | 3.9000 | 4.0000 | -0.1000 [-0.1248, -0.0752] | 0.0033 |" in text
+    assert "Best at the edge of the rates tried, so that a better one may lie outside: res-gelu." in text
+    assert "Diverged at the chosen rate: qk-norm, seed 2." in text
     assert "Without a rate at which it trains: mlp." in text
     with pytest.raises(ValueError, match="no evidence"):
         write(tmp_path, "quarter-hour-gpu", tree | {"rehearsal": True})

@@ -20,8 +20,6 @@ from typing import Any
 from qurve.study.apart import apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
 from qurve.study.ladder_results import lines, load_ladder, percent
-from qurve.study.paired import holm, paired_interval, paired_p
-from qurve.study.power import LEAST_SEEDS
 from qurve.study.searched import read_evidence
 from qurve.study.tables import AT_BASELINE
 
@@ -420,10 +418,6 @@ def quarter_hour(file: Path) -> Iterator[str]:
         raise ValueError("a rehearsal on a CPU is no evidence of a GPU: remove it from results/")
     found, sizes = evidence["summary"], evidence["non_embedding"]
     seeds = found["seeds"]
-    others = [arm for arm in found["arms"] if arm != "baseline"]
-    differences = {arm: found["arms"][arm]["test_differences"] for arm in others}
-    enough = len(seeds) >= LEAST_SEEDS
-    adjusted = dict(zip(others, holm([paired_p(differences[arm]) if enough else None for arm in others]), strict=True))
     yield (
         f"{len(evidence['runs'])} runs of {evidence['steps']:,} steps of {evidence['tokens_per_step']:,} tokens; rates "
         f"{', '.join(f'{rate:g}' for rate in evidence['rates'])} with seed {evidence['search_seed']}, then seeds "
@@ -435,17 +429,24 @@ def quarter_hour(file: Path) -> Iterator[str]:
             [
                 arm,
                 f"{sizes[arm]:,}",
-                f"{found['chosen'][arm]:g}",
+                f"{found['chosen'][arm]:g}{' (edge)' if arm in found['edges'] else ''}",
                 figure(of["val"]),
                 figure(of["test"]),
-                NONE
-                if arm == "baseline"
-                else interval(*(paired_interval(differences[arm]) if len(seeds) > 1 else (of["diff"], None, None))),
-                probability(adjusted.get(arm)),
+                NONE if arm == "baseline" else interval(of["diff"], of["low"], of["high"]),
+                probability(of.get("p_holm")),
             ]
             for arm, of in found["arms"].items()
         ],
     )
+    if found["edges"]:
+        yield wrapped(
+            f"Best at the edge of the rates tried, so that a better one may lie outside: {', '.join(found['edges'])}."
+        )
+    if found["diverged"]:
+        yield wrapped(
+            f"Diverged at the chosen rate: {'; '.join(found['diverged'])}. What is left is of the seeds that every arm "
+            "survived, and an arm that broke has no p."
+        )
     lost = [arm for arm, rate in found["chosen"].items() if rate is None]
     if lost:
         yield f"Without a rate at which it trains: {', '.join(lost)}."
