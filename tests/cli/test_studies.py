@@ -80,7 +80,7 @@ def again(study_file: Path, data_folder: Path, study: Path) -> Callable[..., Out
 
 def test_compare_leaves_runs_and_a_report(compared: tuple[Path, Outcome]) -> None:
     folder, _ = compared
-    assert sorted(path.name for path in folder.iterdir()) == ["report", "runs", "study.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["definition", "report", "runs", "study.json"]
     for arm in ("baseline", "wide"):
         for seed in (1, 2, 3):
             run = RunFolder(folder / "runs" / arm / f"seed-{seed}")
