@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import html
 import json
 import os
 import shutil
@@ -78,7 +80,7 @@ def again(study_file: Path, data_folder: Path, study: Path) -> Callable[..., Out
 
 def test_compare_leaves_runs_and_a_report(compared: tuple[Path, Outcome]) -> None:
     folder, _ = compared
-    assert sorted(path.name for path in folder.iterdir()) == ["report", "runs", "study.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["definition", "report", "runs", "study.json"]
     for arm in ("baseline", "wide"):
         for seed in (1, 2, 3):
             run = RunFolder(folder / "runs" / arm / f"seed-{seed}")
@@ -107,6 +109,17 @@ def test_compare_prints_one_document_with_the_agreed_keys(compared: tuple[Path, 
     assert wide["diff"] == pytest.approx(mean["wide"] - mean["baseline"])
     assert wide["diff_low"] < wide["diff"] < wide["diff_high"]
     assert "[6/6]" in done.err
+
+
+def test_a_studys_own_file_is_kept_and_named_where_it_is_made_again(
+    study_file: Path, compared: tuple[Path, Outcome]
+) -> None:
+    copy = compared[0] / "definition" / study_file.name
+    assert copy.read_text() == GOOD
+    digest = hashlib.sha256(GOOD.encode()).hexdigest()
+    for name in ("report.md", "report.html"):
+        text = html.unescape((compared[0] / "report" / name).read_text())
+        assert f"# definition/{study_file.name} in the study's folder, sha256 {digest}" in text
 
 
 def test_compare_again_keeps_every_run(again: Callable[..., Outcome], study: Path) -> None:

@@ -156,14 +156,6 @@ def test_an_interruption_does_not_mark_a_run_that_another_study_has_gone_on_with
     assert RunFolder(tmp_path / "a").status()["status"] == "stopped"
 
 
-def test_two_arms_of_one_configuration_are_one_run(data: TokenData, tmp_path: Path) -> None:
-    study = make_study("twins")
-    study = dataclasses.replace(study, arms=(*study.arms, dataclasses.replace(study.arms[0], name="twin")))
-    run(study, tmp_path / "twins", data, tmp_path / "pool")
-    assert len(list((tmp_path / "pool").iterdir())) == 1
-    assert all(run.finished for run in load(tmp_path / "twins").runs)
-
-
 def test_a_link_that_cannot_be_made_names_the_pool(tmp_path: Path) -> None:
     (tmp_path / "pool").write_text("a file")
     job = in_pool(Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "run"), tmp_path / "pool")

@@ -106,6 +106,7 @@ def compare(
             cluster=cluster,
             retries=retries,
             pool=pool,
+            definition=Path(study) if study.endswith(".py") and not grid else None,
             say=plain(console),
         )
     _show_report(folder, console, as_json)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from qurve.study import tables
 from qurve.study.against import Pairing
-from qurve.study.headline import headline
+from qurve.study.headline import alarms, headline
 from qurve.study.provenance import commands, provenance
 from qurve.study.results import Arm, StudyResults, doubts
 from qurve.study.statistics import overall_verdict, summary_rows
@@ -39,7 +39,7 @@ def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Se
     if found := doubts(results):
         lines += ["", "### Before you believe it", "", *(f"- {escaped(doubt)}" for doubt in found)]
     if other is not None:
-        head = ("arm", "n", "loss here", "loss there", "diff [95 %]", "in words")
+        head = ("arm", "n", "loss here", "loss there", "diff [95 %]", "p", "p Holm", "in words", "there → here")
         lines += ["", f"### Against {escaped(other.name)}", "", *_table(head, [_pair(pair) for pair in pairs])]
     origin = provenance(results)
     batches = "shown for every run" if results.batches.complete else "not shown for every run"
@@ -76,10 +76,10 @@ def _in_words(table: Table) -> list[str]:
 
 
 def _top(results: StudyResults) -> list[str]:
-    top = headline(results)
+    top, lines = headline(results), [f"> **{escaped(alarm)}**\n" for alarm in alarms(results)]
     if top is None:
-        return [escaped(overall_verdict(results)), ""]
-    lines = [f"**{escaped(top.words)}**", ""]
+        return [*lines, escaped(overall_verdict(results)), ""]
+    lines += [f"**{escaped(top.words)}**", ""]
     if top.pair is not None and top.pair.diff is not None:
         number = _interval(top.pair.diff, top.pair.low, top.pair.high)
         lines += [f"**{escaped(number)}** nats per token, n = {top.pair.n}. {top.caveat}".rstrip(), ""]
@@ -114,7 +114,9 @@ def _pair(pair: Pairing) -> list[str]:
         tables.plain(pair.here, 4),
         tables.plain(pair.there, 4),
         _interval(pair.diff, pair.low, pair.high),
+        *(tables.chance(p) for p in (pair.p, pair.p_holm)),
         escaped(pair.in_words),
+        escaped("; ".join(f"{path} {a} → {b}" for path, (a, b) in pair.changed_in_words.items()) or "no setting"),
     ]
 
 
