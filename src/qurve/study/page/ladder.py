@@ -47,7 +47,7 @@ def ladder_page(results: LadderResults) -> str:
             css=Markup(text("page.css")),
             scripts=[],
             trends=trends,
-            sections=[{"title": title, "fragment": Markup(html)} for title, html in parts],
+            sections=[{"title": title, "fragment": Markup(html), "folded": False} for title, html in parts],
         )
     )
 
