@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from fake_study import BASELINE, THREE_ARMS, arm, write_study
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, write_study
 
 from qurve.study.against import against
 from qurve.study.headline import headline
@@ -55,6 +55,18 @@ def test_another_study_gets_its_section(tmp_path):
     text = markdown(here, there, against(here, there))
     assert "### Against small" in text
     assert text.count("the same loss (3 seeds)") == 3
+    assert text.count("| no setting |") == 3
+
+
+def test_another_studys_arms_have_the_settings_that_differ_and_both_ps(tmp_path):
+    here = load(write_study(tmp_path / "here", (BASELINE, NONLINEAR)))
+    there = load(write_study(tmp_path / "there", (BASELINE, {**NONLINEAR, "config": config(train__lr=1e-3)})))
+    text = markdown(here, there, against(here, there)).partition("### Against")[2]
+    row = next(line for line in text.splitlines() if line.startswith("| Res. GELU"))
+    assert "train.lr 1e-3 → 8e-3" in row
+    assert "model.query.kind linear → bottleneck" in row
+    assert "model.query.width – → 64" in row
+    assert "| p | p Holm | in words | there → here |" in text
 
 
 @pytest.mark.parametrize(

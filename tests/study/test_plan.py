@@ -15,7 +15,7 @@ from qurve.study.execute import Made
 from qurve.study.noise import Known, floor_of
 from qurve.study.plan import built_in_knowledge, make_plan, parse_effect, plan_sentences, plan_table
 from qurve.study.power import minimum_detectable, seeds_needed
-from qurve.study.search import Range, Search
+from qurve.study.search import Range, Score, Search, trials
 from tiny import TINY
 
 WIDE = apply_settings(TINY, ["model.d_ff=96"])
@@ -62,6 +62,39 @@ def test_the_runs_of_a_search_are_counted_too():
     halving = Search({"train.lr": Range(1e-3, 1)}, "halving", trials=4, rungs=2, factor=2)
     plan = make_plan(dataclasses.replace(STUDY, search=halving), 0.01, KNOWN)
     assert (plan["search"]["runs"], plan["search"]["tokens"]) == (2 * (4 + 2), 2 * (4 * step // 2 + 2 * step))
+
+
+SEARCHES = {
+    "grid": (Search({"train.lr": (1e-3, 1e-2)}), "exactly"),
+    "extended grid": (Search({"train.lr": (1e-3, 1e-2)}, extensions=2), "at least"),
+    "random": (Search({"train.lr": Range(1e-3, 1)}, "random", trials=3, extensions=2), "exactly"),
+    "halving": (Search({"train.lr": Range(1e-3, 1)}, "halving", trials=4, rungs=2, factor=2), "at most"),
+    "optuna": (Search({"train.lr": Range(1e-3, 1)}, "optuna", trials=3), "at most"),
+}
+
+
+@pytest.mark.parametrize(("search", "bound"), SEARCHES.values(), ids=SEARCHES)
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_plan_says_whether_the_search_may_take_more_or_less(search, bound, breaks):
+    if search.sampler == "optuna":
+        pytest.importorskip("optuna")
+    plan = make_plan(dataclasses.replace(STUDY, search=search), 0.01, KNOWN)
+    told = " ".join(plan_sentences(plan))
+    assert ("extensions" in told, "at most" in told) == (bound == "at least", bound == "at most")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(plan_table(plan))
+    assert (f"the search ({bound})" in console.export_text()) == (bound != "exactly")
+    configs, scores = {arm.name: arm.config for arm in STUDY.arms}, []  # the whole search, played
+    while wanted := trials(search, configs, scores):
+        loss = None if breaks else 3.0
+        scores += [Score(trial, None if loss is None else loss - dict(trial.point)["train.lr"], "") for trial in wanted]
+    more = len(scores) - plan["search"]["runs"]
+    assert {"exactly": more == 0, "at least": more >= 0, "at most": more <= 0}[bound]
+    assert more == 0 or bound != "exactly"
+    if search is SEARCHES["extended grid"][0]:
+        assert more == (0 if breaks else 4)
+    if search.sampler == "halving":
+        assert more == (-4 if breaks else 0)
 
 
 def test_what_a_pool_holds_is_taken_off():

@@ -26,6 +26,7 @@ from qurve.study.search import (
     Trial,
     beyond,
     configured,
+    is_near_end,
     planned,
     point_name,
     trial_config,
@@ -318,6 +319,55 @@ def test_an_optimum_at_an_edge_is_told_and_a_closed_edge_is_none() -> None:
     assert found.edges("wide") == [("train.lr", 4e-3, 1e-3, 4e-3)]
 
 
+DRAWN_RATE = Range(1e-3, 1e-2)
+
+
+@given(value=st.floats(1e-3, 1e-2))
+def test_a_range_knows_where_a_value_lies(value: float) -> None:
+    for range_ in (DRAWN_RATE, Range(1e-3, 1e-2, log=False)):
+        assert range_.at(range_.share(value)) == pytest.approx(value, rel=1e-3)
+
+
+@settings(max_examples=40)
+@given(n=st.integers(2, 12), draw_seed=st.integers(0, 99), best=st.floats(5e-4, 2e-2))
+@pytest.mark.parametrize("sampler", ["random", "halving"])
+def test_the_edge_of_values_that_were_drawn_is_that_of_their_range(
+    n: int, draw_seed: int, best: float, sampler: Any
+) -> None:
+    """The outermost value that happened to be drawn has the rest of its range beyond it."""
+    search = Search({"train.lr": DRAWN_RATE}, sampler, trials=n, draw_seed=draw_seed, rungs=1)
+    found = searched(search, best_at(baseline=best, wide=best))
+    assert read_evidence(json.loads(json.dumps(evidence(search, CONFIGS, found.scores)))) == found
+    lr = found.chosen["wide"].lr
+    near = lr < 1.2589e-3 or lr > 7.943e-3  # a tenth of the way, in the logarithm
+    assert found.edges("wide") == ([("train.lr", lr, 1e-3, 1e-2)] if near else [])
+
+
+def test_an_end_of_a_range_that_nothing_lies_beyond_is_no_edge() -> None:
+    share = "train.min_lr/train.lr"
+    assert not is_near_end(share, Range(0.1, 1.0), 1.0)
+    assert is_near_end(share, Range(0.1, 0.5), 0.5)
+    assert is_near_end(share, Range(0.1, 1.0), 0.1)
+    assert not is_near_end("train.weight_decay", Range(0.0, 0.2, log=False), 0.0)
+
+
+def test_of_values_that_a_draw_may_pass_over_the_edge_is_that_of_what_was_offered() -> None:
+    search = Search({"train.lr": (1e-3, 2e-3, 4e-3), "train.weight_decay": Range(0.01, 1)}, "random", trials=1)
+    found = searched(search, lambda trial: 3.0)
+    lr = found.chosen["wide"].lr
+    assert [edge for edge in found.edges("wide") if edge[0] == "train.lr"] == (
+        [] if lr == 2e-3 else [("train.lr", lr, 1e-3, 4e-3)]
+    )
+
+
+def test_a_search_that_did_not_write_down_what_it_offered_is_read() -> None:
+    search = Search(RATES)
+    scores = played(search, best_at(baseline=2e-3, wide=1.0))
+    tree = evidence(search, CONFIGS, scores)
+    del tree["space"]
+    assert read_evidence(tree).edges("wide") == [("train.lr", 4e-3, 1e-3, 4e-3)]
+
+
 def test_rates_are_told_with_the_best_of_whatever_else_was_searched() -> None:
     search = Search({**RATES, "train.weight_decay": (0.0, 0.1)})
     found = searched(search, lambda t: 3 + dict(t.point)["train.weight_decay"])  # type: ignore[operator]
@@ -430,6 +480,7 @@ def test_the_committed_search_is_the_one_that_its_experiment_makes() -> None:
     scores = read_evidence(committed).scores
     assert [score.trial for score in scores] == trials(study.search, study.configs, ())
     again = json.loads(json.dumps(evidence(study.search, study.configs, scores)))
+    assert again.pop("space") == {axis: list(values) for axis, values in study.search.space.items()}  # newer than it
     assert again == {key: committed[key] for key in again}
     for score in scores:
         preset = presets.small(score.trial.arm, *dict(score.trial.point).values())  # type: ignore[arg-type]

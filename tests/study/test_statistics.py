@@ -146,9 +146,9 @@ def test_a_wholly_diverged_arm_has_no_numbers(tmp_path):
 
 @given(st.lists(st.floats(-0.1, 0.1), min_size=0, max_size=6), st.floats(0, 1), st.integers(0, 4))
 def test_a_claim_is_made_only_when_the_corrected_p_allows_it(differences, p, looks):
-    from qurve.study.statistics import _words
+    from qurve.study.statistics import verdict_on
 
-    outcome, words = _words(differences, p, looks, 3)
+    outcome, words = verdict_on(differences, p, looks, 3, "than it")
     if len(differences) < 3 or p > 0.05 / max(1, looks):
         assert outcome in ("none", "noise")
         assert not words.startswith(("lower", "higher"))

@@ -21,7 +21,7 @@ from qurve.study.jobs import Job, Outcome, earlier_seeds, is_made, jobs_of, scor
 from qurve.study.local import LocalWorkers
 from qurve.study.on_ray import Cluster, RayWorkers
 from qurve.study.pool import in_pool, link
-from qurve.study.search import Score, Search, planned, trials
+from qurve.study.search import Score, Search, bound, planned, trials
 from qurve.study.searched import evidence
 from qurve.train.config import RunConfig
 
@@ -256,7 +256,8 @@ class _Making:
         """The search's evidence, and its failures; trials that are made already are read and not made again."""
         first = sum(sum(runs.values()) for runs in planned(search, study.configs).values())
         finals = (2 * len(study.arms) - 1) * len(study.seeds)
-        self.say(f"a search of {first} runs (at least), then at most {finals} runs of the chosen points")
+        how_many = {"exactly": f"{first} runs"}.get(bound(search), f"{bound(search)} {first} runs")
+        self.say(f"a search of {how_many}, then at most {finals} runs of the chosen points")
         finals *= study.arms[0].config.train.updates
         scores: list[Score] = []
         facts: dict[str, Any] = {}

@@ -39,7 +39,7 @@ def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Se
     if found := doubts(results):
         lines += ["", "### Before you believe it", "", *(f"- {escaped(doubt)}" for doubt in found)]
     if other is not None:
-        head = ("arm", "n", "loss here", "loss there", "diff [95 %]", "in words")
+        head = ("arm", "n", "loss here", "loss there", "diff [95 %]", "p", "p Holm", "in words", "there → here")
         lines += ["", f"### Against {escaped(other.name)}", "", *_table(head, [_pair(pair) for pair in pairs])]
     origin = provenance(results)
     batches = "shown for every run" if results.batches.complete else "not shown for every run"
@@ -114,7 +114,9 @@ def _pair(pair: Pairing) -> list[str]:
         tables.plain(pair.here, 4),
         tables.plain(pair.there, 4),
         _interval(pair.diff, pair.low, pair.high),
+        *(tables.chance(p) for p in (pair.p, pair.p_holm)),
         escaped(pair.in_words),
+        escaped("; ".join(f"{path} {a} → {b}" for path, (a, b) in pair.changed_in_words.items()) or "no setting"),
     ]
 
 

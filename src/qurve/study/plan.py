@@ -11,7 +11,7 @@ from qurve.errors import BadInput
 from qurve.study.definition import Arm, Study
 from qurve.study.noise import Known, known_evidence
 from qurve.study.power import LEVEL, POWER, minimum_detectable, seeds_needed
-from qurve.study.search import Search, planned
+from qurve.study.search import Search, bound, planned
 from qurve.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def make_plan(wanted: Study, effect: float, known: Known | None, made: Made | No
     where it does not know an arm's speed or is of another model. Whatever hangs on the noise is None where that is not
     known. `made` is what a pool holds of the study; without one `made` and `hours_left` are None.
 
-    The `search` takes so many runs at least, and `matched`, its arms at the baseline's point, so many at most; None of
-    a study that has no search to make, or whose search is over in the pool.
+    The `search` takes so many runs, or at least or at most so many (its `bound`); `matched`, its arms at the baseline's
+    point, so many at most; None of a study that has no search to make, or whose search is over in the pool.
     """
     study = wanted if made is None else made.study
     baseline = next(arm for arm in study.arms if arm.name == study.baseline)
@@ -73,6 +73,7 @@ def make_plan(wanted: Study, effect: float, known: Known | None, made: Made | No
     if isinstance(search, Search):
         runs = planned(search, wanted.configs)
         tried = _sum([_amount(arm, runs[arm.name], speeds) for arm in wanted.arms if arm.name in runs])
+        tried |= {"bound": bound(search), "extensions": search.extensions}
         is_over = not isinstance(study.search, Search)
         tried["made"] = None if made is None else tried["runs"] if is_over else min(made.trials, tried["runs"])
         more = [arm for arm in study.arms if arm is not baseline and not arm.seed_offset]
@@ -169,7 +170,7 @@ def plan_sentences(plan: dict[str, Any]) -> list[str]:
             "those of one run."
         )
     if plan["search"] is not None:
-        said.append("Its search takes so many runs without extensions of its grid, which come on top.")
+        said += _search_sentences(plan["search"])
     if plan["made"] is not None:
         left = "" if plan["hours_left"] is None else f" (about {plan['hours_left']:,.2f} hours)"
         runs, made = plan["runs"], plan["made"]
@@ -209,6 +210,22 @@ def plan_sentences(plan: dict[str, Any]) -> list[str]:
     return said
 
 
+def _search_sentences(search: dict[str, Any]) -> list[str]:
+    times = search["extensions"]
+    return {
+        "exactly": [],
+        "at least": [
+            "Its search takes so many runs without extensions of its grid, which come on top, up to "
+            f"{times} time{'' if times == 1 else 's'} a value on an axis, for every arm."
+        ],
+        "at most": ["Its search takes so many runs at most: a point that breaks, or is asked for twice, saves some."],
+    }[search["bound"]]
+
+
+def _search_label(search: dict[str, Any]) -> str:
+    return "the search" + ("" if search["bound"] == "exactly" else f" ({search['bound']})")
+
+
 def _number(seeds: int | None) -> str:
     return "more than 100,000" if seeds is None else f"{seeds:,}"
 
@@ -227,7 +244,7 @@ def plan_table(plan: dict[str, Any]) -> Group:
         table.add_column(name, justify="right", no_wrap=True)
     search, matched = plan["search"], plan["matched"]
     rows = [
-        *([] if search is None else [{**search, "label": "the search (at least)"}]),
+        *([] if search is None else [{**search, "label": _search_label(search)}]),
         *plan["arms"],
         *([] if matched is None else [{**matched, "label": "at the baseline's point (at most)"}]),
         {**plan, "label": "all"},

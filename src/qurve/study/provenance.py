@@ -15,7 +15,7 @@ from typing import Any
 
 from qurve.config import apply_settings, from_dict, hashed_leaves, to_dict
 from qurve.errors import BadInput
-from qurve.runfolder import RunFolder
+from qurve.runfolder import MEASURED, RunFolder
 from qurve.study.results import Arm, Run, StudyResults
 
 MOST_SETTINGS = 12
@@ -24,7 +24,7 @@ NEAREST = 3
 """So many presets are tried, the nearest first."""
 OWN = ("train.seed", "data.path", "data.fingerprint")
 """What each run has of its own, or finds in its data."""
-LATER = ("format", "started", "resumed")
+LATER = ("format", "started", "resumed", *MEASURED)
 """Of an environment, what differs between two runs in the same one."""
 
 
@@ -39,7 +39,7 @@ class Provenance:
     code: tuple[str, ...]
     """`qurve VERSION, commit HASH`"""
     environments: tuple[str, ...]
-    """sha256 of what the runs' environments say, without their times."""
+    """sha256 of what the runs' environments say, without their times and what was measured."""
     configurations: dict[tuple[str, int], str]
     """(arm, seed) -> the hash of the run's configuration."""
 

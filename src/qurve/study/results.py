@@ -24,6 +24,7 @@ from typing import Any
 from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
+from qurve.study.search import Range
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
 
@@ -463,9 +464,10 @@ def search_doubts(results: StudyResults) -> list[str]:
         if finite and finite.get(frozenset(chosen.point), math.inf) > min(finite.values()):
             found.append(f"{arm.label}: the chosen point is not the one of the lowest loss in its search.")
         for axis, value, low, high in search.edges(arm.name):
+            what = "range" if isinstance(search.space.get(axis), Range) else "grid"
             found.append(
                 f"{arm.label}: the chosen {'peak rate' if axis == 'train.lr' else axis} {value:g} is at the edge of "
-                f"its grid ({low:g} to {high:g}); a better one may lie outside."
+                f"its {what} ({low:g} to {high:g}); a better one may lie outside."
             )
         if search.steps is not None and arm.setting("train.steps") not in (None, search.steps):
             found.append(

@@ -38,6 +38,8 @@ MOST_LETTERS = 100
 """Of a point's name, which becomes part of a folder's."""
 DIGITS = 4
 """Significant digits of a value that is drawn."""
+EDGE = 0.1
+"""A value that is drawn from a `Range` lies at its edge in the first and in the last so much of the way."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ class Range:
         if self.log:
             return rounded(self.low * (self.high / self.low) ** share)
         return rounded(self.low + (self.high - self.low) * share)
+
+    def share(self, value: float) -> float:
+        """How much of the way from `low` to `high` a value is: the inverse of `at`."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,7 @@ def trials(search: Search, configs: Configs, scores: Sequence[Score]) -> list[Tr
 
 
 def planned(search: Search, configs: Configs) -> dict[str, dict[int, int]]:
-    """How many runs of how many updates each arm takes at least (updates -> runs): all rungs, and no extension."""
+    """How many runs of how many updates each arm takes (updates -> runs): all rungs, and no extension; see `bound`."""
     found = {}
     for arm, config in configs.items():
         points = _points(search, config)
@@ -258,6 +266,16 @@ def planned(search: Search, configs: Configs) -> dict[str, dict[int, int]]:
             rungs = {config.train.updates: points}
         found[arm] = {updates: n * len(search.seeds) for updates, n in rungs.items()}
     return found
+
+
+def bound(search: Search) -> Literal["exactly", "at least", "at most"]:
+    """How many runs a search takes, against those that are `planned`.
+
+    A grid may be extended. In halving a point that broke is trained no further, and Optuna may ask for one twice.
+    """
+    if search.sampler == "grid":
+        return "at least" if search.extensions else "exactly"
+    return "exactly" if search.sampler == "random" else "at most"
 
 
 class Losses:
@@ -351,6 +369,16 @@ def beyond(axis: str, values: Sequence[Value], value: Value) -> float | None:
         new = rounded(min(new, 1.0) if "/" in axis else new, 12)
         return new if new > numbers[-1] else None
     return None
+
+
+def is_near_end(axis: str, values: Range, value: float) -> bool:
+    """Whether a value that was drawn is at an open end of its range, by `EDGE`. Closed ones are as in `beyond`."""
+    if not values.low < value < values.high:
+        low, high = value <= values.low, value >= values.high  # by rounding it may lie outside
+    else:
+        share = values.share(value)
+        low, high = share <= EDGE, share >= 1 - EDGE
+    return (low and values.low > 0) or (high and not ("/" in axis and values.high >= 1))
 
 
 def _random(search: Search, configs: Configs, losses: Losses) -> Places:

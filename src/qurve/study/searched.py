@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurve.study.search import Configs, Losses, Point, Score, Search, Trial, Value, beyond, is_number, rounded, trials
+from qurve.study.search import (
+    Configs,
+    Losses,
+    Point,
+    Range,
+    Score,
+    Search,
+    Trial,
+    Value,
+    beyond,
+    is_near_end,
+    is_number,
+    rounded,
+    trials,
+)
 from qurve.study.study_json import one_line
 
 
@@ -27,6 +42,10 @@ def evidence(search: Search, configs: Configs, scores: Sequence[Score], **facts:
     return {
         "sampler": search.sampler,
         "axes": list(search.space),
+        "space": {
+            axis: dataclasses.asdict(values) if isinstance(values, Range) else list(values)
+            for axis, values in search.space.items()
+        },
         "trials": search.trials,
         "flops": search.flops,
         "steps": next(iter(configs.values())).train.steps,
@@ -71,6 +90,8 @@ class Searched:
     """Where it is kept, if it was not made by the study itself."""
     sampler: str
     axes: tuple[str, ...]
+    space: Mapping[str, tuple[Value, ...] | Range]
+    """What each axis had to offer before any extension; none of a search that did not write it down."""
     trials: int | None
     """The budget of each arm, where it was one of points."""
     flops: float | None
@@ -123,11 +144,18 @@ class Searched:
         return {(frozenset(point), seed) for point, steps, seed in tried if steps == shortest}
 
     def edges(self, arm: str) -> list[tuple[str, float, float, float]]:
-        """Axes on which the arm's choice lies at an open edge of what was tried: (axis, chosen, lowest, highest)."""
-        point, found = self.chosen[arm].point, []
+        """Axes on which the arm's choice lies at an open edge of what it could be: (axis, chosen, lowest, highest).
+
+        Of values that were drawn, those ends are the range's: the outermost that happened to be drawn is no edge.
+        """
+        point, found = self.chosen[arm].point, list[tuple[str, float, float, float]]()
         for axis in self.axes if point is not None else ():
-            values = [on(axis, tried) for tried, _, _ in self.tried(arm)]
-            value = on(axis, point or ())
+            offered, value = self.space.get(axis, ()), on(axis, point or ())
+            if isinstance(offered, Range):
+                if is_number(value) and is_near_end(axis, offered, float(value)):  # type: ignore[arg-type]
+                    found.append((axis, float(value), offered.low, offered.high))  # type: ignore[arg-type]
+                continue
+            values = [*offered, *(on(axis, tried) for tried, _, _ in self.tried(arm))]
             if beyond(axis, values, value) is not None:
                 numbers = [float(v) for v in values if is_number(v)]  # type: ignore[arg-type]
                 found.append((axis, float(value), min(numbers), max(numbers)))  # type: ignore[arg-type]
@@ -163,6 +191,7 @@ def read_evidence(tree: dict[str, Any]) -> Searched:
         evidence=one_line(tree.get("evidence", "")),
         sampler=one_line(tree.get("sampler", "grid")),
         axes=axes,
+        space={axis: _offered(tree["space"][axis]) for axis in axes} if "space" in tree else {},
         trials=None if tree.get("trials") is None else int(tree["trials"]),
         flops=_finite(tree.get("flops")),
         seeds=tuple(int(seed) for seed in tree["seeds"]),
@@ -173,6 +202,17 @@ def read_evidence(tree: dict[str, Any]) -> Searched:
         },
         scores=tuple(Score(trial(item), _finite(item["val_loss"]), str(item["status"])) for item in tree["scores"]),
     )
+
+
+def _offered(tree: Any) -> tuple[Value, ...] | Range:
+    if isinstance(tree, dict):
+        low, high = _finite(tree["low"]), _finite(tree["high"])
+        if low is None or high is None:
+            raise ValueError(f"a range from {low} to {high}")
+        return Range(low, high, bool(tree["log"]))
+    if not isinstance(tree, list) or not all(isinstance(value, Value) for value in tree):
+        raise ValueError(f"the values {tree!r} of an axis")
+    return tuple(tree)
 
 
 def _point(tree: dict[str, Any], axes: Sequence[str]) -> Point:

@@ -201,13 +201,13 @@ def _judged(results: StudyResults, arm: Arm, pair: Comparison, p_holm: float | N
     if pair.verdict:
         return pair
     pair = replace(pair, p_holm=p_holm)
-    outcome, words = _words(pair.differences, p_holm, len(results.looks), arms)
-    left_out = [_which(run, arm) for run in _unfinished(results, arm) if run.status in LEFT_OUT]
-    return replace(pair, outcome=outcome, verdict=words + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+    outcome, words = verdict_on(pair.differences, p_holm, len(results.looks), arms, "than the baseline")
+    return replace(pair, outcome=outcome, verdict=words + without(_unfinished(results, arm)))
 
 
-def _unfinished(results: StudyResults, arm: Arm) -> list[Run]:
-    return [*arm.unfinished, *results.baseline.unfinished]
+def _unfinished(results: StudyResults, arm: Arm) -> list[Unfinished]:
+    own, base = arm.unfinished, [] if arm is results.baseline else results.baseline.unfinished
+    return [*((run, which(run)) for run in own), *((run, which(run, "baseline")) for run in base)]
 
 
 def _refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) -> str | None:
@@ -220,14 +220,42 @@ def _refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) ->
     ends = {run.val[-1][0] for run in (*arm.finished, *results.baseline.finished)}
     if len(ends) > 1:
         return f"no verdict: the runs ended at different steps ({', '.join(f'{e:,}' for e in sorted(ends))})"
-    unfinished = _unfinished(results, arm)
-    pending = [_which(run, arm) for run in unfinished if run.status in ("running", "missing")]
-    broken = [_which(run, arm) for run in unfinished if run.status in ("diverged", "damaged")]
+    return refusal_of_runs(_unfinished(results, arm)) or refusal_of_looks(results)
+
+
+Unfinished = tuple[Run, str]
+"""A run that has not finished, and what it is called in a verdict."""
+
+
+def which(run: Run, where: str = "") -> str:
+    """`seed 2 diverged (there)`"""
+    status = "not run" if run.status == "missing" else run.status
+    return f"seed {run.seed} {status}" + (f" ({where})" if where else "")
+
+
+def refusal_of_runs(unfinished: Sequence[Unfinished]) -> str | None:
+    """Why these runs allow no verdict, in words; None where they do."""
+    pending = [words for run, words in unfinished if run.status in ("running", "missing")]
+    broken = [words for run, words in unfinished if run.status in ("diverged", "damaged")]
     if broken:  # what is left over are the seeds that survived: their mean flatters an arm that breaks
         return f"no verdict: {', '.join(broken)}"
     if pending:  # looking early and stopping when it pleases would make the interval a lie
-        left_out = [_which(run, arm) for run in unfinished if run.status in LEFT_OUT]
-        return f"no verdict yet: {', '.join([*pending, *left_out])}"
+        return f"no verdict yet: {', '.join([*pending, *_left_out(unfinished)])}"
+    return None
+
+
+def without(unfinished: Sequence[Unfinished]) -> str:
+    """What a verdict adds of runs that it does without."""
+    left_out = _left_out(unfinished)
+    return f"; left out: {', '.join(left_out)}" if left_out else ""
+
+
+def _left_out(unfinished: Sequence[Unfinished]) -> list[str]:
+    return [words for run, words in unfinished if run.status in LEFT_OUT]
+
+
+def refusal_of_looks(results: StudyResults) -> str | None:
+    """Why a look at the study with the seeds that it has allows no verdict, in words; None where it does."""
     if results.looks and len(results.seeds) not in results.looks:
         declared = ", ".join(map(str, results.looks))
         return f"no verdict: a look at {len(results.seeds)} seeds was not declared (declared: {declared})"
@@ -237,13 +265,11 @@ def _refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) ->
     return None
 
 
-def _which(run: Run, arm: Arm) -> str:
-    status = "not run" if run.status == "missing" else run.status
-    return f"seed {run.seed} {status}" + ("" if run.arm == arm.name else " (baseline)")
+def verdict_on(differences: Sequence[float], p: float | None, looks: int, arms: int, than: str) -> tuple[Outcome, str]:
+    """The verdict on differences with this final p, among so many arms and declared looks (0: none).
 
-
-def _words(differences: Sequence[float], p: float | None, looks: int, arms: int) -> tuple[Outcome, str]:
-    """The verdict on differences with this final p, among so many arms and declared looks (0: none)."""
+    `than` says what the loss is lower or higher than.
+    """
     n = len(differences)
     if n == 0:
         return "none", "no verdict: no seed is finished in both"
@@ -264,7 +290,7 @@ def _words(differences: Sequence[float], p: float | None, looks: int, arms: int)
     outcome: Outcome = "lower" if mean < 0 else "higher"
     near, far = sorted((abs(low), abs(high)))
     return outcome, (
-        f"{outcome} loss than the baseline by {abs(mean):.4f} nats per token "
+        f"{outcome} loss {than} by {abs(mean):.4f} nats per token "
         f"(95 % interval {near:.4f} to {far:.4f}, {n} seeds, {after})"
     )
 
@@ -299,7 +325,7 @@ def _row(results: StudyResults, arm: Arm, pair: Comparison | None) -> dict[str, 
         pair and pair.dll_percent,
         pair and pair.dppx_percent,
         arm.tokens_per_s,
-        pair.verdict if pair else ", ".join(["the reference", *(_which(run, arm) for run in arm.unfinished)]),
+        pair.verdict if pair else ", ".join(["the reference", *(which(run) for run in arm.unfinished)]),
     )
     return dict(zip(ROW_KEYS, values, strict=True))
 

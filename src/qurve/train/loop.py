@@ -138,7 +138,7 @@ def train(
         status: Status = "failed"
         try:
             held.enter_context(machine_settings(config))
-            stop = held.enter_context(listening(say=world.main))
+            stop = held.enter_context(listening(say=world.main and progress.speaks))
             measures_memory = forget_peak_memory(config.train.device)
             model = GPT(config.model, seed=config.train.seed).to(config.train.device)
             set_impl(model, config.train.head_impl)

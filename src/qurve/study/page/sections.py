@@ -11,21 +11,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qurve.config import differences
+from qurve.runfolder import MEASURED
 from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables
 from qurve.study.curves import Curve, band, gains, thinned
 from qurve.study.figures import colour_index, figures_of
-from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture, setting_in_words
+from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
 from qurve.study.provenance import commands, provenance, single_run
 from qurve.study.results import Arm, StudyResults
+from qurve.study.settings import in_words, setting_in_words
 from qurve.study.statistics import comparisons, summary_rows
 from qurve.study.worth import costs_table, gains_table, noise_table, savings_table
 
 PAPER_SCALE = "the paper, as printed: 124 M parameters, 60,000 steps, one seed; another scale"
-UNSAID = ("format", "peak_memory_bytes")
-"""Of a run's environment: the costs have its memory."""
+UNSAID = ("format", *MEASURED)
+"""Of a run's environment: the costs have what was measured."""
 MOST_COLUMNS = 8
 """Steps in the table beside a figure of curves."""
 
@@ -176,7 +178,7 @@ def _chosen(results: StudyResults) -> list[dict[str, Any]]:
                     "arm": arm,
                     "colour": colour_index(results, arm),
                     "chosen": chosen,
-                    "point": [] if chosen is None else [(k, setting_in_words(v)) for k, v in chosen.point or ()],
+                    "point": [] if chosen is None else [(k, in_words(v)) for k, v in chosen.point or ()],
                     "points": len(points),
                     "broken": sum(loss is None for loss in points.values()),
                     "edges": [axis for axis, *_ in results.search.edges(arm.name)] if chosen is not None else [],
@@ -217,8 +219,8 @@ def _changed(results: StudyResults) -> str:
     )
     table = []
     for path in paths:
-        values = [setting_in_words(arm.setting(path)) for arm in results.arms]
-        reference = setting_in_words(results.baseline.setting(path))
+        values = [setting_in_words(arm.config, path) for arm in results.arms]
+        reference = setting_in_words(results.baseline.config, path)
         table.append((path, values, [value != reference for value in values]))
     return macro("changed", results, table)
 
@@ -232,7 +234,7 @@ def _machine(results: StudyResults) -> list[tuple[str, list[str]]]:
     environments = [run.environment for run in results.runs if run.environment]
     table = []
     for key in dict.fromkeys(key for environment in environments for key in environment if key not in UNSAID):
-        values = sorted({setting_in_words(environment[key]) for environment in environments if key in environment})
+        values = sorted({in_words(environment[key]) for environment in environments if key in environment})
         values = [value for value in values if value]
         if key == "started" and len(values) > 1:
             values = [f"{values[0]} to {values[-1]}"]
