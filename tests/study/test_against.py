@@ -126,9 +126,7 @@ def test_many_arms_are_corrected_for_as_a_studys_are(tmp_path, monkeypatch):
         assert all(pair.outcome == "noise" for pair in pairs)
         uncorrected += sum(pair.p < 0.05 for pair in pairs)
     assert uncorrected >= 2
-    here, there = (
-        many(Path(f"{place}-planted"), {7: shift}, 8) for place, shift in (("here", 0.0), ("there", 1.0))
-    )
+    here, there = (many(Path(f"{place}-planted"), {7: shift}, 8) for place, shift in (("here", 0.0), ("there", 1.0)))
     assert [pair.arm for pair in against(here, there) if pair.outcome == "lower"] == ["arm-7"]
 
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qurve.config import differences
 from qurve.runfolder import MEASURED
 from qurve.study import tables
 from qurve.study.against import Pairing
-from qurve.study.apart import apart_tables
+from qurve.study.apart import apart_tables, searched_arms
 from qurve.study.curves import Curve, band, gains, thinned
 from qurve.study.figures import colour_index, figures_of
 from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
 from qurve.study.provenance import commands, provenance, single_run
 from qurve.study.results import Arm, StudyResults
-from qurve.study.settings import in_words, setting_in_words
+from qurve.study.settings import changed_settings, in_words
 from qurve.study.statistics import comparisons, summary_rows
 from qurve.study.worth import costs_table, gains_table, noise_table, savings_table
 
@@ -161,30 +160,8 @@ def _search(results: StudyResults) -> str:
     labels = {arm.name: arm.label for arm in results.arms}
     tables_ = [] if results.search is None else apart_tables(results.search, labels)
     words = "".join(in_table(f"apart-{place}", table) for place, table in enumerate(tables_, 1))
-    return macro("search", results, _chosen(results), _grid(results), Markup(figure or ""), Markup(words))
-
-
-def _chosen(results: StudyResults) -> list[dict[str, Any]]:
-    """Of every arm that was searched: the point that was chosen, and what it was chosen from."""
-    if results.search is None:
-        return []
-    found = []
-    for arm in results.arms:
-        if arm.matched is None and not arm.seed_offset:
-            chosen = results.search.chosen.get(arm.name)
-            points = results.search.points(arm.name)
-            found.append(
-                {
-                    "arm": arm,
-                    "colour": colour_index(results, arm),
-                    "chosen": chosen,
-                    "point": [] if chosen is None else [(k, in_words(v)) for k, v in chosen.point or ()],
-                    "points": len(points),
-                    "broken": sum(loss is None for loss in points.values()),
-                    "edges": [axis for axis, *_ in results.search.edges(arm.name)] if chosen is not None else [],
-                }
-            )
-    return found
+    chosen = [(one, colour_index(results, one.arm)) for one in searched_arms(results)]
+    return macro("search", results, chosen, _grid(results), Markup(figure or ""), Markup(words))
 
 
 def _grid(results: StudyResults) -> dict[str, Any] | None:
@@ -210,19 +187,7 @@ def _grid(results: StudyResults) -> dict[str, Any] | None:
 
 
 def _changed(results: StudyResults) -> str:
-    """The settings in which any arm differs from the baseline: (path, value per arm, whether it differs)."""
-    paths = dict.fromkeys(
-        path
-        for arm in results.others
-        for path in differences(results.baseline.config, arm.config)
-        if path != "train.seed"  # every arm has every seed
-    )
-    table = []
-    for path in paths:
-        values = [setting_in_words(arm.config, path) for arm in results.arms]
-        reference = setting_in_words(results.baseline.config, path)
-        table.append((path, values, [value != reference for value in values]))
-    return macro("changed", results, table)
+    return macro("changed", results, changed_settings(results))
 
 
 def _provenance(results: StudyResults) -> str:
