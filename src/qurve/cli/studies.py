@@ -123,7 +123,10 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a study's report anew from its runs: report.html, report.md, table.csv, table.tex, figures."""
+    """Write a study's report anew from its runs: report.html, report.md, table.csv, table.tex, figures.
+
+    Of a ladder the same without figures as files: those are in its page.
+    """
     _show_report(folder, console_for(as_json), as_json, against)
     return 0
 

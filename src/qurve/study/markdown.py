@@ -37,7 +37,7 @@ def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Se
         *_folded("Arm by arm", _by_arm(results), bool(maps)),
     ]
     for table in _of_search(results):
-        lines += ["", *_in_words(table)]
+        lines += ["", *in_words(table)]
     papers = [arm for arm in results.arms if arm.paper]
     if papers:
         printed = (
@@ -55,7 +55,7 @@ def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Se
         "",
         "### How to reproduce",
         "",
-        *_block(commands(results)),
+        *block(commands(results)),
         "",
         f"- data: {', '.join(origin.data) or 'no run tells'}",
         f"- identical batches: {batches}{f'; order {origin.order[:16]}' if origin.order else ''}",
@@ -71,14 +71,14 @@ def _maps(results: StudyResults) -> list[str]:
     if not maps:
         return []
     tables_ = [*(map_table(results, map_) for map_ in maps.values()), rates_table(maps), claims_table(results, maps)]
-    return [line for table in tables_ for line in ("", *_in_words(table))]
+    return [line for table in tables_ for line in ("", *in_words(table))]
 
 
 def _by_arm(results: StudyResults) -> list[str]:
     lines = _arms(results)
     found = (gains_table(results), savings_table(results), costs_table(results), noise_table(results))
     for table in (*found, smoothness_table(results), _changed(results)):
-        lines += [] if table is None else ["", *_in_words(table)]
+        lines += [] if table is None else ["", *in_words(table)]
     return lines
 
 
@@ -119,7 +119,8 @@ def _arms(results: StudyResults) -> list[str]:
     return lines
 
 
-def _in_words(table: Table) -> list[str]:
+def in_words(table: Table) -> list[str]:
+    """A table with its heading and its notes; without rows, the notes alone."""
     rows = [[escaped(cell) for cell in row] for row in table.rows]
     notes = [f"- {escaped(note)}" for note in table.notes]
     lines = [f"### {escaped(table.title)}", ""]
@@ -185,7 +186,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
 
 
-def _block(lines: Sequence[str]) -> list[str]:
+def block(lines: Sequence[str]) -> list[str]:
     """A code block whose fence no line of it can close."""
     longest = max((len(ticks) for line in lines for ticks in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
