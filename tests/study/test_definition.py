@@ -12,12 +12,15 @@ from qurve import accounting, presets
 from qurve.config import content_hash, differences, from_dict
 from qurve.errors import BadInput
 from qurve.study.definition import Arm, Study, grid_study, load_study
+from qurve.study.search import Search
 from qurve.train.config import RunConfig
 from tiny import tiny
 
 
 def study(*names: str, seeds: tuple[int, ...] = (1, 2), baseline: str = "baseline") -> Study:
-    return Study("tiny", "A tiny study", tuple(Arm(name, name.title(), tiny()) for name in names), seeds, baseline)
+    """Arms that differ in one setting, so that they are no runs twice."""
+    arms = (Arm(name, name.title(), tiny(f"train.beta2={0.95 - 0.01 * place}")) for place, name in enumerate(names))
+    return Study("tiny", "A tiny study", tuple(arms), seeds, baseline)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-x", ".hidden", "ü", "a\n"])
@@ -51,8 +54,8 @@ def test_seeds_must_be_different_and_some(seeds: tuple[int, ...]) -> None:
 
 def test_settings_reach_every_arm() -> None:
     changed = study("baseline", "other").change(["model.dropout=0.5"], steps=9)
-    for arm in changed.arms:
-        assert differences(tiny(), arm.config) == {"model.dropout": (0.0, 0.5), "train.steps": (4, 9)}
+    for before, arm in zip(study("baseline", "other").arms, changed.arms, strict=True):
+        assert differences(before.config, arm.config) == {"model.dropout": (0.0, 0.5), "train.steps": (4, 9)}
     with pytest.raises(BadInput, match="there is no field 'lrr'"):
         study("baseline").change(["train.lrr=1"])
 
@@ -127,8 +130,8 @@ def test_study_json_holds_what_a_report_needs() -> None:
         "search": None,
     }
     cost = accounting.count(tiny().model)
-    for arm in tree["arms"]:
-        assert from_dict(RunConfig, arm["config"]) == tiny()
+    for arm, its in zip(tree["arms"], one.arms, strict=True):
+        assert from_dict(RunConfig, arm["config"]) == its.config
         assert (arm["non_embedding"], arm["total"]) == (cost.non_embedding, cost.total)
         assert arm["flops_per_token"] == cost.flops_per_token
 
@@ -188,6 +191,61 @@ def test_paper_study_is_the_six_rows_of_table_1() -> None:
         assert arm.label != arm.name
     losses = [arm.paper["val_loss"] for arm in paper.arms if arm.paper]
     assert losses == ["2.9441", "2.9165", "2.9173", "2.9015", "2.8750", "2.8736"]
+
+
+def twins(second: Arm, **more: Any) -> Study:
+    return Study("tiny", "A tiny study", (Arm("baseline", "Baseline", tiny()), second), (1, 2), **more)
+
+
+SAME = {
+    "the same": tiny(),
+    "another seed, which the study gives": tiny("train.seed=9"),
+    "what changes no number": tiny("train.log_every=3"),
+    "one number written in two ways": tiny("train.grad_clip=1"),
+}
+
+
+@pytest.mark.parametrize("config", SAME.values(), ids=SAME)
+def test_arms_that_would_be_the_same_runs_are_refused(config: RunConfig) -> None:
+    with pytest.raises(BadInput, match=r"baseline and twin are the same configuration, .* \(seed_offset=1000\)"):
+        twins(Arm("twin", "Twin", config))
+
+
+def test_arms_that_a_search_would_make_the_same_are_refused() -> None:
+    faster = Arm("twin", "Twin", tiny("train.lr=0.1"))
+    assert len(twins(faster).arms) == 2
+    both = 'eval.splits=["val","test"]'
+    arms = (Arm("baseline", "Baseline", tiny(both)), Arm("twin", "Twin", tiny(both, "train.lr=0.1")))
+    for space in ({"train.lr": (1e-2, 2e-2)}, {"train.lr": (1e-2, 2e-2), "model.d_ff": (64, 96)}):
+        with pytest.raises(BadInput, match="baseline and twin are the same configuration but for what is searched"):
+            Study("tiny", "", arms, (1, 2), search=Search(space))
+
+
+def test_a_match_that_is_the_baseline_is_refused() -> None:
+    """The paper's layer has as many FLOPs as the baseline: norms and activations are not counted."""
+    layer, baseline = tiny("model.query=bottleneck"), tiny()
+    wide, how_near = accounting.match("flops", layer.model, baseline.model)
+    assert wide == baseline.model
+    with pytest.raises(BadInput, match="baseline and twin are the same configuration"):
+        twins(Arm("twin", "FLOP-matched", dataclasses.replace(baseline, model=wide), match=how_near))
+
+
+def test_settings_that_make_two_arms_the_same_are_refused() -> None:
+    with pytest.raises(BadInput, match="are the same configuration"):
+        twins(Arm("twin", "Twin", tiny("train.lr=0.1"))).change(["train.lr=0.1"])
+
+
+def test_a_seed_offset_makes_other_runs_and_the_same_one_twice_does_not() -> None:
+    twin = Arm("twin", "A/A", tiny(), seed_offset=1000)
+    assert len(twins(twin).arms) == 2
+    with pytest.raises(BadInput, match="twin and again are the same configuration"):
+        Study("tiny", "", (Arm("baseline", "Baseline", tiny()), twin, dataclasses.replace(twin, name="again")), (1, 2))
+
+
+def test_an_arm_that_is_out_is_no_run_and_no_twin_of_its_own_match() -> None:
+    found = {"chosen": {"baseline": {"point": {"train.lr": 0.1}}, "wide": {"point": None}}}
+    wide = Arm("wide", "Wide", tiny("model.d_ff=96", "train.lr=0.1"))
+    assert [arm.name for arm in twins(wide).settled(found).arms] == ["baseline", "wide", "wide@baseline"]
 
 
 def test_every_run_of_a_study_has_a_hash_of_its_own() -> None:

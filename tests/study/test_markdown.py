@@ -9,7 +9,7 @@ from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, grid, write
 from qurve.study.against import against
 from qurve.study.apart import apart_tables, search_table
 from qurve.study.headline import headline
-from qurve.study.holds import claims_table, grids, map_table, rates_table, smoothness_table
+from qurve.study.holds import claims_tables, grids, map_table, rates_table, smoothness_table
 from qurve.study.markdown import escaped, markdown
 from qurve.study.page import pieces
 from qurve.study.page.build import page
@@ -58,7 +58,7 @@ def test_a_study_of_maps_has_maps_sensitivities_and_claims_first(tmp_path):
     for table in (
         *(map_table(results, map_) for map_ in maps.values()),
         rates_table(maps),
-        claims_table(results, maps),
+        *claims_tables(results, maps),
     ):
         assert holds(first, table)
     assert "1 of 1 diverged" in first

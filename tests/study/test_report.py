@@ -161,7 +161,7 @@ def test_another_study_is_set_beside(undrawn, tmp_path, whole):
     text = text_of(write_report(study, whole.parent.parent))
     assert "The same arms in the study small" in text
     assert "The same loss (3 seeds)." in text
-    assert "Lower loss here (3 seeds)." in text
+    assert "Lower loss here than there by " in text
     assert "### Against small" in (study / "report" / "report.md").read_text(encoding="utf-8")
 
 

@@ -21,6 +21,7 @@ from qurve.study.statistics import (
     a_a,
     compare,
     comparisons,
+    is_alarm,
     level_of,
     overall_verdict,
     relative_gains,
@@ -237,8 +238,9 @@ def test_a_a_is_noise_but_for_the_nominal_rate(tmp_path):
         pair = a_a(results, results.others[0])
         alarms += pair.outcome != "noise"
     assert 0.035 <= alarms / 2000 <= 0.065  # three standard errors
-    words = {"noise": "A/A: cannot be told apart from the noise (5 seeds)"}
-    assert pair.verdict.startswith(words.get(pair.outcome, "A/A: a false alarm: "))
+    words = {"noise": "cannot be told apart from the noise (5 seeds), as an A/A arm should be"}
+    assert pair.verdict.startswith(words.get(pair.outcome, "a false alarm: "))
+    assert is_alarm(pair) == (pair.outcome != "noise")
 
 
 def test_a_a_needs_no_common_batches_and_nothing_else_may_differ(tmp_path):
@@ -247,7 +249,7 @@ def test_a_a_needs_no_common_batches_and_nothing_else_may_differ(tmp_path):
     assert compare(results, results.others[0]).outcome == "none"
     pair = a_a(results, results.others[0])
     assert pair.outcome == "lower"
-    assert pair.verdict.startswith("A/A: a false alarm: lower loss than the baseline by 0.0980")
+    assert pair.verdict.startswith("a false alarm: lower loss than the baseline by 0.0980")
     results.others[0].config["train"]["lr"] = 1.0
     with pytest.raises(BadInput, match=r"new is no A/A arm: it differs from the baseline in train\.lr"):
         a_a(results, results.others[0])
@@ -265,7 +267,7 @@ def test_an_a_a_arm_of_a_study_is_judged_alone_and_never_claimed_of(tmp_path):
     new, a_a_of_it = comparisons(with_it)
     assert new == comparisons(without)[0]  # the family is what it was
     assert a_a_of_it == a_a(with_it, with_it.arms[2]) == compare(with_it, with_it.arms[2])
-    assert a_a_of_it.verdict.startswith("A/A: a false alarm: lower loss")
+    assert a_a_of_it.verdict.startswith("a false alarm: lower loss")
     assert summary_rows(with_it)[2]["verdict"] == a_a_of_it.verdict
     assert with_it.best.name == headline(with_it).arm.name == "new"  # though the other's loss is lower
     assert not any("A/A" in doubt for doubt in search_doubts(with_it))

@@ -105,6 +105,28 @@ class Study:
         self._check_a_a()
         if isinstance(self.search, Search):
             self._check_search(self.search)
+        self._check_different()
+
+    def _check_different(self) -> None:
+        """No two arms may make the same runs: what a search tries of them counts, not what it sets."""
+        point = self.search.first_point if isinstance(self.search, Search) else ()
+        alike: dict[Any, list[tuple[Arm, RunConfig]]] = {}  # a hash takes long, and most arms differ in these
+        for arm in self.arms:
+            if not self.is_out(arm):
+                tried = dataclasses.replace(arm, config=configured(arm.config, point)) if point else arm
+                config = self.run_config(tried, self.seeds[0])
+                key = (config.model, config.train.lr, config.train.weight_decay)
+                alike.setdefault(key, []).append((arm, config))
+        for arms in alike.values():
+            found: dict[str, Arm] = {}
+            for arm, config in arms if len(arms) > 1 else ():
+                if (same := found.setdefault(content_hash(config), arm)) is not arm:
+                    searched = " but for what is searched" if point else ""
+                    raise BadInput(
+                        f"study {self.name}: {same.name} and {arm.name} are the same configuration{searched}, so they "
+                        "would be the same runs; leave one out, or make it an A/A arm (seed_offset=1000), which shows "
+                        "the noise"
+                    )
 
     def _check_looks(self) -> None:
         if not self.looks:

@@ -32,7 +32,8 @@ from qurve.study.worth import Table
 Maps = Mapping[str, Map]
 
 RULE = (
-    f"stable: every seed finished, and at rates above the best one at most {WORSE:g} nats per token above the best loss"
+    f"stable: every seed finished, and at rates above the best one at most {WORSE:g} nats per token above the best "
+    "loss; further above is a plateau, which is no divergence"
 )
 
 
@@ -82,8 +83,8 @@ def map_table(results: StudyResults, map_: Map) -> Table:
 
 
 def _cell(map_: Map, cell: Cell) -> str:
-    stable = {True: "stable", False: "unstable", None: "not run to an end"}[map_.stable(cell.lr, cell.weight_decay)]
-    said = [plain(cell.loss, 4), stable] if cell.loss is not None else [stable]
+    state = map_.state(cell.lr, cell.weight_decay) or "not run to an end"
+    said = [plain(cell.loss, 4), state] if cell.loss is not None else [state]
     if cell.diverged:
         said = [f"{len(cell.diverged_after)} of {len(cell.endings)} diverged"]
     if cell.spikes is not None:
@@ -98,37 +99,48 @@ def rates_table(maps: Maps) -> Table:
     rows = []
     for name, map_ in maps.items():
         for decay in map_.decays:
-            largest = map_.largest_stable(decay)
-            words = "none" if largest is None else rate(largest)
-            beyond = " (the largest tried)" if largest == map_.rates[-1] else ""
-            rows.append([name, rate(decay), words + beyond, plain(map_.sensitivity(decay), 4)])
+            largest = [map_.largest_stable(decay), map_.largest_finished(decay)]
+            words = [
+                ("none" if lr is None else rate(lr)) + (" (the largest tried)" if lr == map_.rates[-1] else "")
+                for lr in largest
+            ]
+            rows.append([name, rate(decay), *words, plain(map_.sensitivity(decay), 4)])
     notes = [
         f"By the rule: {RULE}. Sensitivity: mean over the rates tried of min(L, L at the start) − min L, in nats per "
         "token; compare it over the same rates alone (Wortsman et al., arXiv 2309.14322)."
     ]
-    head = ["architecture", "decay", "largest stable rate", "sensitivity to the rate"]
+    head = ["architecture", "decay", "largest stable rate", "largest without divergence", "sensitivity to the rate"]
     return Table("Largest stable rates and sensitivities", head, rows, notes)
 
 
-def claims_table(results: StudyResults, maps: Maps) -> Table:
-    """What was published of stability, judged by this study's maps."""
-    rows = [_judged(one) for one in judgements(results, dict(maps))]
-    head = ["claim", "architecture", "× baseline's rate", "decay", "said to be", "found", "verdict", "seeds", "why"]
+def claims_tables(results: StudyResults, maps: Maps) -> list[Table]:
+    """What was published of stability, and what we infer from it, beside this study's maps."""
+    found = judgements(results, dict(maps))
+    head = ["architecture", "× baseline's rate", "decay", "claim", "where", "seen", "seeds", "steps", "why"]
     notes = [f"{NOTE} Scale: {scale_of(results)}. Rates are compared as multiples of the baseline's."]
-    return Table("Confirmed or refuted at this scale", head, rows, notes)
+    published = [_judged(one) for one in found if one.claim.standing != "our inference"]
+    ours = [_judged(one) for one in found if one.claim.standing == "our inference"]
+    inferred = (
+        "Nobody published these: they are inferences from the above, and what is seen of them says nothing of it."
+    )
+    return [
+        Table("What was published, and what is seen here", head, published, notes),
+        Table("What we infer from it, and what is seen here", head, ours, [inferred]),
+    ]
 
 
 def _judged(one: Judgement) -> list[str]:
     claim = one.claim
+    disputed = " (the sources do not agree)" if claim.standing == "disputed" else ""
     return [
-        f"{claim.text} ({claim.source})",
         claim.arm,
         f"{claim.multiple:.3g}",
         rate(claim.weight_decay),
-        claim.says,
-        one.found or NONE,
-        one.verdict,
+        f"{claim.says_in_words}: {claim.text}",
+        claim.source,
+        one.verdict + disputed,
         str(one.seeds),
+        NONE if one.steps is None else f"{one.steps:,}",
         one.why,
     ]
 

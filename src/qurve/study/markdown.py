@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables, search_table
-from qurve.study.headline import headline
-from qurve.study.holds import claims_table, grids, map_table, rates_table, smoothness_table
+from qurve.study.headline import alarms, headline
+from qurve.study.holds import claims_tables, grids, map_table, rates_table, smoothness_table
 from qurve.study.provenance import commands, provenance
 from qurve.study.results import Arm, StudyResults, doubts
 from qurve.study.settings import changed_settings
@@ -70,7 +70,7 @@ def _maps(results: StudyResults) -> list[str]:
     maps = grids(results)
     if not maps:
         return []
-    tables_ = [*(map_table(results, map_) for map_ in maps.values()), rates_table(maps), claims_table(results, maps)]
+    tables_ = [*(map_table(results, map_) for map_ in maps.values()), rates_table(maps), *claims_tables(results, maps)]
     return [line for table in tables_ for line in ("", *in_words(table))]
 
 
@@ -129,10 +129,10 @@ def in_words(table: Table) -> list[str]:
 
 
 def _top(results: StudyResults) -> list[str]:
-    top = headline(results)
+    top, lines = headline(results), [f"> **{escaped(alarm)}**\n" for alarm in alarms(results)]
     if top is None:
-        return [escaped(overall_verdict(results)), ""]
-    lines = [f"**{escaped(top.words)}**", ""]
+        return [*lines, escaped(overall_verdict(results)), ""]
+    lines += [f"**{escaped(top.words)}**", ""]
     if top.pair is not None and top.pair.diff is not None:
         number = _interval(top.pair.diff, top.pair.low, top.pair.high)
         lines += [f"**{escaped(number)}** nats per token, n = {top.pair.n}. {top.caveat}".rstrip(), ""]

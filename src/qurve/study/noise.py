@@ -6,6 +6,7 @@ per token.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 from qurve.errors import BadInput
 from qurve.study.paired import deviation_interval
-from qurve.study.results import StudyResults, load
+from qurve.study.results import Arm, StudyResults, load
 from qurve.study.study_json import check_plain
 
 Losses = Mapping[str, Mapping[int, float]]
@@ -55,6 +56,8 @@ class NoiseFloor:
     baseline: Deviation
     arms: tuple[PairedNoise, ...]
     differences: Deviation | None
+    a_a: tuple[PairedNoise, ...] = ()
+    """Of the A/A arms, which are the baseline from other weights: no part of the pool."""
 
 
 def noise_floor(results: StudyResults) -> NoiseFloor | None:
@@ -62,8 +65,14 @@ def noise_floor(results: StudyResults) -> NoiseFloor | None:
 
     Arms that did not see the baseline's batches are left out, and so are those with fewer than two seeds in common.
     """
-    paired = [arm for arm in results.primary if results.batches.difference_of(arm.name, results.baseline.name) is None]
-    return floor_of({arm.name: final_losses(arm.runs) for arm in (results.baseline, *paired)}, results.baseline.name)
+    base = results.baseline
+
+    def floor(arms: list[Arm]) -> NoiseFloor | None:
+        paired = [arm for arm in arms if results.batches.difference_of(arm.name, base.name) is None]
+        return floor_of({arm.name: final_losses(arm.runs) for arm in (base, *paired)}, base.name)
+
+    found, twins = floor(results.primary), floor([arm for arm in results.others if arm.seed_offset])
+    return None if found is None or twins is None else dataclasses.replace(found, a_a=twins.arms)
 
 
 def final_losses(runs: Mapping[int, Any]) -> dict[int, float]:

@@ -170,9 +170,16 @@ def a_a(results: StudyResults, arm: Arm) -> Comparison:
         raise BadInput(f"{arm.name} is no A/A arm: {what}; give the baseline's configuration under other seeds")
     pair = _paired(results, arm, _refusal(results, arm, other_batches=True))
     pair = _judged(results, arm, pair, pair.p, 1)
-    if pair.outcome == "noise":
-        return replace(pair, verdict=f"A/A: {pair.verdict}, as it should be")
-    return replace(pair, verdict=f"A/A: {'' if pair.outcome == 'none' else 'a false alarm: '}{pair.verdict}")
+    if is_alarm(pair):
+        return pair if pair.outcome in ("noise", "none") else replace(pair, verdict=f"a false alarm: {pair.verdict}")
+    return replace(pair, verdict=f"{pair.verdict}, as an A/A arm should be") if pair.outcome == "noise" else pair
+
+
+def is_alarm(pair: Comparison) -> bool:
+    """Whether an A/A arm's difference looks real: by the test, or by its own 95 % interval, which leaves out zero."""
+    if pair.low is None or pair.high is None or pair.n < LEAST_SEEDS:
+        return False
+    return pair.outcome in ("lower", "higher") or not pair.low <= 0 <= pair.high
 
 
 def _paired(results: StudyResults, arm: Arm, refusal: str | None) -> Comparison:
@@ -335,7 +342,10 @@ def overall_verdict(results: StudyResults) -> str:
     if not results.others:
         return "There is no arm beside the baseline: nothing to compare."
     pairs = comparisons(results)
-    sentences = _in_sentences([*results.primary, *(arm for arm in results.others if arm.seed_offset)], pairs)
+    alarming = {pair.arm for pair in pairs if is_alarm(pair)}
+    twins = [arm for arm in results.others if arm.seed_offset]
+    first = [arm for arm in twins if arm.name in alarming]  # whoever reads one sentence reads this one
+    sentences = _in_sentences([*first, *results.primary, *(arm for arm in twins if arm not in first)], pairs)
     if results.matched:
         sentences += [
             "At the baseline's best point, a family of tests of its own:",

@@ -13,7 +13,7 @@ from qurve.study.noise import Deviation, noise_floor
 from qurve.study.power import LEAST_SEEDS, POWER, detectable, seeds_needed
 from qurve.study.results import Arm, StudyResults
 from qurve.study.scaling import Equivalent, Estimate
-from qurve.study.statistics import level_of
+from qurve.study.statistics import Comparison, comparisons, level_of
 from qurve.study.tables import NONE, plain, signed, signed_change, with_interval
 
 EFFECTS_ASKED = (0.002, 0.005, 0.01)
@@ -157,6 +157,10 @@ def noise_table(results: StudyResults) -> Table | None:
         ]
 
     rows = [row(f"{results.baseline.label}: its losses", floor.baseline, None)]
+    rows += [
+        row(f"{labels[one.arm]} (A/A: the baseline from other weights): differences", one.differences, one.correlation)
+        for one in floor.a_a
+    ]
     rows += [row(f"{labels[one.arm]}: differences", one.differences, one.correlation) for one in floor.arms]
     if floor.differences is not None:
         rows.append(row("all differences, pooled", floor.differences, None))
@@ -166,7 +170,14 @@ def noise_table(results: StudyResults) -> Table | None:
         "off the noise."
     ]
     head = ["what varies", "n", "deviation", "of the loss", "correlation"]
+    pairs = {pair.arm: pair for pair in comparisons(results)}
+    notes += [f"{labels[one.arm]}, of which any difference is noise: {_mean(pairs[one.arm])}." for one in floor.a_a]
     return Table("Noise floor and power", head, rows, [*notes, *_power(results)])
+
+
+def _mean(pair: Comparison) -> str:
+    between = "" if pair.low is None else f", 95 % interval {signed(pair.low, 4)} to {signed(pair.high, 4)}"
+    return f"mean difference {signed(pair.diff, 4)}{between}; {pair.verdict}"
 
 
 def _power(results: StudyResults) -> list[str]:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from qurve.study.figures import colour_index, figures_of
-from qurve.study.headline import headline
+from qurve.study.headline import alarms, headline
 from qurve.study.holds import has_maps
 from qurve.study.page.pieces import Section, environment, text
 from qurve.study.page.plots import PLOTS
 from qurve.study.page.sections import SECTIONS
 from qurve.study.results import Arm, StudyResults, doubts
-from qurve.study.statistics import Comparison, comparisons, overall_verdict, scope
+from qurve.study.statistics import Comparison, comparisons, is_alarm, overall_verdict, scope
 
 MOST_CARDS = 12
 """Arms with a card each; of more, those without a verdict are folded away."""
@@ -49,6 +49,7 @@ def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
             plots={name: Markup(_json(PLOTS[name](results))) for name in figures_of(results) if name in PLOTS},
             sections=[{"title": title, "fragment": Markup(html), "folded": fold} for title, html, fold in fragments],
             verdict=overall_verdict(results),
+            alarms=alarms(results),
             headline=None if top is None else {**vars(top), "colour": colour},
             scope=scope(results, pairs),
             cards=[card for card in own_cards if card not in folded],
@@ -62,7 +63,8 @@ def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
 
 def _card(results: StudyResults, arm: Arm, pair: Comparison) -> dict[str, Any]:
     word = {"lower": "lower loss", "higher": "higher loss", "noise": "not told apart", "none": "no verdict"}
-    return {"arm": arm, "pair": pair, "word": word[pair.outcome], "colour": colour_index(results, arm)}
+    said = "false alarm" if arm.seed_offset and is_alarm(pair) else word[pair.outcome]
+    return {"arm": arm, "pair": pair, "word": said, "colour": colour_index(results, arm)}
 
 
 def _script(source: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from qurve.study.drawing import heatmap
-from qurve.study.holds import claims_table, grids, label_of, map_table, rates_table, smoothness_table
+from qurve.study.holds import claims_tables, grids, label_of, map_table, rates_table, smoothness_table
 from qurve.study.page.pieces import Numbers, in_table, picture
 from qurve.study.results import StudyResults
 from qurve.study.stability import Cell, Map
@@ -26,7 +26,8 @@ def maps_section(results: StudyResults) -> str | None:
 
 def claims_section(results: StudyResults) -> str | None:
     maps = grids(results)
-    return in_table("claims", claims_table(results, maps)) if maps else None
+    names = ("claims", "inferences")
+    return "".join(map(in_table, names, claims_tables(results, maps))) if maps else None
 
 
 def smoothness_section(results: StudyResults) -> str | None:
