@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from qurve import presets
+from qurve import plugins, presets
+from qurve.accounting import PEAK_FLOPS
 from qurve.cli import COMMANDS
 from qurve.study.definition import Study
+from qurve.study.plan import make_plan, plan_ladder
 from qurve.study.statistics import ROW_KEYS
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +53,26 @@ def test_commands_and_presets_that_are_named_exist(page: Path) -> None:
 def test_every_piece_of_evidence_is_explained() -> None:
     said = (ROOT / "REPRODUCE.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "results").glob("*.json") if f"results/{file.name}" not in said] == []
+
+
+def test_what_is_planned_takes_what_is_said() -> None:
+    """Runs and FLOPs of every planned study are counted anew; every experiment with a plan is in the table."""
+    text = (ROOT / "REPRODUCE.md").read_text(encoding="utf-8")
+    table = text.partition("| `PAPER` of |")[2].partition("\n\n")[0]
+    said = {
+        line.split("`")[1]: line.strip(" |").split(" | ")[-3:] for line in table.splitlines() if "`experiments/" in line
+    }
+    plugins.make_importable(ROOT / "experiments")
+    planned = {}
+    for file in sorted((ROOT / "experiments").glob("*.py")):
+        found = runpy.run_path(str(file))
+        wanted = found.get("PAPER") or (found.get("STUDY") if file.stem == "ten_million" else None)
+        if wanted is not None:
+            plan = make_plan(wanted, 0.01, None) if isinstance(wanted, Study) else plan_ladder(wanted, None)
+            days = plan["flops"] / (0.4 * PEAK_FLOPS["NVIDIA H200"]["bf16"]) / 86400
+            figures = [f"{plan['runs']:,}", f"{plan['flops']:.3g}", f"{days:.0f}" if days > 1 else f"{days:.2g}"]
+            planned[f"experiments/{file.name}"] = figures
+    assert said == planned
 
 
 def test_the_guide_explains_every_figure_of_a_row() -> None:
