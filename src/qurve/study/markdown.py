@@ -148,7 +148,7 @@ def _cells(results: StudyResults, arm: Arm, row: dict[str, object]) -> list[str]
     return [
         escaped(arm.label),
         "ref." if reference else tables.signed_parameters(arm, results.baseline),
-        *(tables.rate(arm.setting(path)) for path in ("train.weight_decay", "train.lr", "train.min_lr")),
+        *(tables.rate(arm.setting(path)) for path in tables.SETTINGS),
         f"{row['seeds_n']}/{len(results.seeds)}",
         tables.loss_in_words(arm),
         "ref." if reference else _interval(*(_number(row[key]) for key in ("diff", "diff_low", "diff_high"))),

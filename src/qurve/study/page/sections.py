@@ -24,7 +24,6 @@ from qurve.study.settings import changed_settings, in_words
 from qurve.study.statistics import comparisons, summary_rows
 from qurve.study.worth import costs_table, gains_table, noise_table, savings_table
 
-PAPER_SCALE = "the paper, as printed: 124 M parameters, 60,000 steps, one seed; another scale"
 UNSAID = ("format", *MEASURED)
 """Of a run's environment: the costs have what was measured."""
 MOST_COLUMNS = 8
@@ -106,7 +105,7 @@ def _numbers(title: str, curves: dict[str, Curve], cell: Callable[[float], str])
 def _summary(results: StudyResults) -> str:
     lower = {pair.arm for pair in comparisons(results) if pair.outcome == "lower"}
     rows = [_row(results, arm, row, lower) for arm, row in zip(results.arms, summary_rows(results), strict=True)]
-    return macro("summary", results, rows, PAPER_SCALE, tables.AT_BASELINE)
+    return macro("summary", results, rows, tables.PAPER_SCALE, tables.AT_BASELINE)
 
 
 def _row(results: StudyResults, arm: Arm, row: dict[str, Any], lower: set[str]) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def _row(results: StudyResults, arm: Arm, row: dict[str, Any], lower: set[str]) 
         "is_baseline": arm.name == results.baseline.name,
         "delta": tables.signed_parameters(arm, results.baseline),
         "loss": tables.loss_in_words(arm),
-        "settings": [arm.setting(path) for path in ("train.weight_decay", "train.lr", "train.min_lr")],
+        "settings": [arm.setting(path) for path in tables.SETTINGS],
         "is_first_matched": arm in results.matched[:1],
         "is_best": best and arm.name in lower,  # bold is a claim too
     }
