@@ -81,11 +81,28 @@ def test_the_guide_explains_every_figure_of_a_row() -> None:
     assert re.findall(r"`(\w+)`", " ".join(keys)) == list(CSV_KEYS)
 
 
+def snippets(text: str) -> list[str]:
+    """The blocks of Python on a page."""
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=(?:\n)*    ))+", text, flags=re.MULTILINE)
+    found = ["\n".join(line[4:] for line in block.splitlines()) + "\n" for block in blocks]
+    return [code for code in found if re.search(r"^(?:from|import) \w", code, flags=re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", ["compare", "scaling"])
+def test_a_piece_of_python_defines_what_it_uses(page: str) -> None:
+    codes = snippets((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    assert len(codes) > 1
+    for code in codes:
+        ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+        checked = subprocess.run(ruff, input=code, capture_output=True, text=True)
+        assert checked.returncode == 0, code + checked.stdout
+
+
 def test_the_guides_own_studies_work(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
-    codes = re.findall(r"((?:    .*\n|\n)*    STUDY = (?:.*\n)(?:    .*\n|\n)*)", text)
-    assert len(codes) == 2
+    codes = [code for code in snippets(text) if "STUDY = " in code]
+    assert len(codes) == 3
     for code in codes:
         file = tmp_path / "my_study.py"
-        file.write_text("\n".join(line[4:] for line in code.splitlines()))
+        file.write_text(code)
         assert isinstance(runpy.run_path(str(file))["STUDY"], Study)
