@@ -29,6 +29,7 @@ from qurve.study.evidence import compact_evidence
 from qurve.study.results import Arm as ArmResults
 from qurve.study.results import StudyResults, load
 from qurve.study.statistics import summary_rows
+from qurve.study.tables import chance, difference_in_words, signed
 from qurve.train.config import RunConfig
 from qurve.zoo.projections import GatedOutput
 
@@ -118,6 +119,17 @@ def _difference(results: StudyResults, before: ArmResults, after: ArmResults) ->
     return {key: value for key, value in summary_rows(pair)[1].items() if key not in ("arm", "flops_per_token")}
 
 
+def in_words(found: list[dict[str, Any]]) -> Iterator[str]:
+    """The gains for the terminal."""
+    yield "Relative log-loss: plus is a gain. Difference in nats per token with its own 95 % interval: minus is a gain."
+    for gain in found:
+        dll, difference = signed(gain["dll_percent"], 2, "%"), difference_in_words(gain)
+        of = f"{gain['of']}: {gain['from']} -> {gain['to']}"
+        p = f"p = {chance(gain['p'])} (not corrected)"
+        yield f"{of}: {dll}, {difference}, n = {gain['seeds_n']}, {p}; {gain['verdict']}"
+    yield f"yardstick: {signed(YARDSTICK['dll_percent'], 2, '%')}, {YARDSTICK['what']}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, default=Path("runs/context"), help="folder of the finished study")
@@ -126,9 +138,7 @@ def main() -> None:
     results = load(args.study)
     found = {**compact_evidence(results), "gains": list(gains(results)), "yardstick": YARDSTICK}
     write_atomic(args.out, json.dumps(found, indent=1) + "\n")
-    for gain in found["gains"]:
-        print(f"{gain['of']:7} {gain['from']} -> {gain['to']}: {gain['dll_percent']} % log-loss, {gain['verdict']}")
-    print(f"yardstick: {YARDSTICK['dll_percent']} %, {YARDSTICK['what']}")
+    print("\n".join(in_words(found["gains"])))
 
 
 if __name__ == "__main__":

@@ -103,9 +103,22 @@ def test_a_gain_is_followed_along_the_steps(tmp_path: Path) -> None:
     found = load(write_study(tmp_path / "study", (BASELINE, NONLINEAR), search=False))
     text = write(tmp_path, "figure2", compact_evidence(found) | {"curves": curves(found), "unknown": ["who ran it"]})
     text = section(text, "Figure 2")
-    assert "| configuration | parameters | step 20 |" in text
+    assert "| configuration | parameters | n | step 20 |" in text
     assert "| step 400 |" in text
     assert "- who ran it" in text
+    last = curves(found)["res-gelu"]["gain_percent"][-1]
+    shown = f"{last['mean']:+.2f} ({last['smallest']:+.2f} to {last['largest']:+.2f})"
+    assert "| Res. GELU (nonlinear query) | 800,512 | 3 | " in text
+    assert f"| {shown} |" in text
+    row = compact_evidence(found)["rows"][1]
+    assert f"{row['diff']:+.4f} [{row['diff_low']:+.4f}, {row['diff_high']:+.4f}]" in text.partition("At the end:")[2]
+
+
+def test_a_gain_of_one_seed_has_no_spread(tmp_path: Path) -> None:
+    curves = runpy.run_path(str(ROOT / "experiments" / "figure2.py"))["curves"]
+    found = load(write_study(tmp_path / "study", (BASELINE, NONLINEAR), seeds=(1,), search=False))
+    text = write(tmp_path, "figure2", compact_evidence(found) | {"curves": curves(found), "unknown": []})
+    assert " to " not in section(text, "Figure 2").partition("| configuration")[2].partition("At the end")[0]
 
 
 def test_stability_says_what_is_seen_of_the_claims_and_what_is_an_inference(tmp_path: Path) -> None:

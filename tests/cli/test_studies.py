@@ -282,8 +282,25 @@ def test_a_study_is_planned_from_what_another_found(study_file: Path, study: Pat
     assert {**kept, "source": ""} == {**plan, "source": ""}
     told = words(call("study", "plan", study_file, "--from", study, "--effect", "5%").out)
     assert f"you need n = {plan['seeds_needed']:,} seeds" in told
-    assert "No noise figure is known" in words(call("study", "plan", study_file).out)
+    alone = words(call("study", "plan", study_file).out)
+    assert "No noise figure is known" in alone
+    assert "An estimate: " in alone
+    assert "of what a matrix product reaches on this machine" in alone
     assert snapshot(tmp_path) == before
+
+
+def test_a_ladder_is_planned_rung_by_rung(study: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from qurve.study.ladder import load_definition\nLADDER = load_definition('paper')\n")
+    plan = call("study", "plan", file, "--from", study, "--json").json
+    assert [row["rung"] for row in plan["rungs"]][:2] == ["12x768@20", "24x1024@20"]
+    assert plan["flops"] == pytest.approx(sum(row["flops"] for row in plan["rungs"]))
+    told = words(call("study", "plan", file, "--from", study).out)
+    assert "12x768@240" in told
+    assert "An estimate: " in told
+    done = call("study", "plan", file, "--pool", tmp_path)
+    assert done.code == 2
+    assert "--pool is for a study" in done.err
 
 
 def test_a_plan_counts_what_a_pool_holds(

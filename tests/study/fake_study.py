@@ -80,6 +80,19 @@ NONLINEAR = arm(
 THREE_ARMS = (BASELINE, WIDER, NONLINEAR)
 
 
+def grid(*architectures: tuple[str, str]) -> tuple[dict[str, Any], ...]:
+    """Two rates by two decays of each architecture; the first point is the study's baseline."""
+    arms = []
+    for name, model in architectures:
+        for lr in (2e-3, 8e-3):
+            for decay in (0.1, 0.05):
+                tree = config(train__lr=lr, train__weight_decay=decay, model__query={"kind": model})
+                arms.append(
+                    arm(f"{name}@{lr:g}-{decay:g}", f"{name.title()}, rate {lr:g}, decay {decay:g}", config=tree)
+                )
+    return tuple(arms)
+
+
 def write_study(
     folder: Path,
     arms: tuple[dict[str, Any], ...] = THREE_ARMS,

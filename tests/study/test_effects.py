@@ -119,7 +119,10 @@ def test_no_worth_where_the_wider_one_is_not_better(tmp_path: Path) -> None:
 
 
 def test_the_wider_one_itself_has_no_other_to_be_measured_by(tmp_path: Path) -> None:
-    assert isinstance(of(study(tmp_path, **PAPERS), "wide").parameters, Unknown)
+    """And is not told to add what it is."""
+    one = of(study(tmp_path, **PAPERS), "wide")
+    why = "it is itself the only baseline of another size here, which every other arm is measured by"
+    assert one.parameters == one.compute == Unknown(why)
 
 
 # ------------------------------------------------------------------------------------------------------------- savings

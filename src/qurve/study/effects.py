@@ -319,6 +319,8 @@ def equivalent_gain(results: StudyResults, arm: Arm, quantity: Literal["params",
         for other in sized_baselines(results)
         if other.name != arm.name and not other.unfinished and not_comparable(results, other) is None
     ]
+    if not others and arm in sized_baselines(results):
+        raise BadInput("it is itself the only baseline of another size here, which every other arm is measured by")
     best: dict[float, Arm] = {}
     for other in sorted(others, key=lambda one: one.final_loss or math.inf):
         best.setdefault(size[other.name], other)

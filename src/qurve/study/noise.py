@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,8 @@ class Known:
     """The baseline's."""
     machine: str
     """The processor or GPU that the speeds are of."""
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """arm -> its configuration: what its speed is of."""
 
 
 def known_from(path: str | os.PathLike[str]) -> Known:
@@ -142,7 +144,8 @@ def known_from(path: str | os.PathLike[str]) -> Known:
 def _known_results(results: StudyResults, source: str) -> Known:
     speeds = {arm.name: speed for arm in results.arms if (speed := arm.tokens_per_s) is not None}
     machine = _machine([run.environment for run in results.runs])
-    return Known(source, noise_floor(results), speeds, results.baseline.config, machine)
+    configs = {arm.name: arm.config for arm in results.arms}
+    return Known(source, noise_floor(results), speeds, results.baseline.config, machine, configs)
 
 
 def known_evidence(content: bytes, source: str) -> Known:
@@ -161,7 +164,8 @@ def known_evidence(content: bytes, source: str) -> Known:
         rows = {row["arm"]: row.get("tokens_per_s") for row in tree["rows"]}
         speeds = {str(arm): float(speed) for arm, speed in rows.items() if speed is not None}
         machine = _machine([run["environment"] for run in tree["runs"]])
-        return Known(source, floor_of(losses, baseline), speeds, dict(tree["configs"][baseline]), machine)
+        configs = {str(arm): dict(config) for arm, config in tree["configs"].items()}
+        return Known(source, floor_of(losses, baseline), speeds, configs[baseline], machine, configs)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration, RecursionError) as error:
         raise BadInput(f"{source} is no study's evidence ({type(error).__name__}: {error})") from None
 

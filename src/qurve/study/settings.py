@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from qurve.config import from_dict, in_place_of_none
+from qurve.config import differences, from_dict, in_place_of_none
 from qurve.errors import BadInput
+from qurve.study.results import StudyResults
 from qurve.study.tables import NONE, rate
 
 
@@ -30,6 +31,22 @@ def _instead(tree: dict[str, Any], path: str) -> str:
         return in_place_of_none(from_dict(RunConfig, {k: v for k, v in tree.items() if k != "format"}), path)
     except (BadInput, AttributeError):  # of kinds, or of a version, that are not known here
         return "none"
+
+
+def changed_settings(results: StudyResults) -> list[tuple[str, list[str], list[bool]]]:
+    """The settings in which any arm differs from the baseline: (path, value of each arm, whether it differs)."""
+    paths = dict.fromkeys(
+        path
+        for arm in results.others
+        for path in differences(results.baseline.config, arm.config)
+        if path != "train.seed"  # every arm has every seed
+    )
+    table = []
+    for path in paths:
+        values = [setting_in_words(arm.config, path) for arm in results.arms]
+        reference = setting_in_words(results.baseline.config, path)
+        table.append((path, values, [value != reference for value in values]))
+    return table
 
 
 def in_words(value: Any) -> str:

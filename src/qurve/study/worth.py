@@ -78,6 +78,8 @@ def savings_table(results: StudyResults) -> Table | None:
 
 
 def _of_effects(results: StudyResults, title: str, columns: dict[str, Say], notes: list[str]) -> Table | None:
+    """A row for each arm, without the arms and the columns that would have nothing but dashes; the notes name those,
+    and say every reason."""
     if not results.others:
         return None
     rows, reasons = [], dict[str, dict[str, None]]()
@@ -92,7 +94,17 @@ def _of_effects(results: StudyResults, title: str, columns: dict[str, Say], note
     unknown = [
         f"{NONE} {'every arm' if len(arms) == every else ', '.join(arms)}: {why}." for why, arms in reasons.items()
     ]
-    return Table(title, ["arm", "n", *columns], rows, [*notes, *unknown])
+    known = [row for row in rows if any(cell != NONE for cell in row[2:])]
+    kept = [name for place, name in enumerate(columns, 2) if any(row[place] != NONE for row in known)]
+    if not known:
+        return Table(title, [], [], [f"Not one number is known ({', '.join(columns)}).", *unknown])
+    if out := [name for name in columns if name not in kept]:
+        notes = [*notes, f"Known of no arm: {', '.join(out)}."]
+    if len(known) < every:
+        notes = [*notes, f"Left out: {every - len(known)} of {every} arms, of which nothing is known."]
+    head = ["arm", "n", *kept]
+    places = [0, 1, *(place for place, name in enumerate(columns, 2) if name in kept)]
+    return Table(title, head, [[row[place] for place in places] for row in known], [*notes, *unknown])
 
 
 def costs_table(results: StudyResults) -> Table:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Section:
     title: str
     fragment: Callable[[StudyResults], str | None]
+    by_arm: bool = False
+    """It has a row, a line or a column for each arm: folded away where a map says the same of very many."""
 
 
 @dataclass(frozen=True)
