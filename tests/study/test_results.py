@@ -5,11 +5,13 @@ import math
 from pathlib import Path
 
 import pytest
-from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, write_study
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, searched, write_study
 
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
-from qurve.study.results import doubts, identical_batches, load
+from qurve.study.batches import identical_batches
+from qurve.study.results import doubts, load
+from qurve.study.statistics import comparisons
 
 
 def change(folder: Path, **fields) -> Path:
@@ -69,8 +71,28 @@ def test_a_finished_run_needs_a_finite_last_loss(tmp_path):
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs = load(tmp_path).arms[1].runs
     assert (runs[1].status, runs[1].val_loss) == ("diverged", None)
-    assert (runs[2].status, runs[2].val_loss) == ("failed", None)
+    assert (runs[2].status, runs[2].val_loss) == ("damaged", None)
+    assert "finished without a validation loss" in runs[2].in_words
     assert all(math.isfinite(loss) for _, loss in runs[1].val)
+
+
+@pytest.mark.parametrize("lost", ["val", "test"])
+@pytest.mark.parametrize("which", ["baseline", "new"])
+@pytest.mark.parametrize("seeds", [(2,), (1, 2, 3, 4, 5)])
+def test_a_lost_last_loss_is_damage_and_no_earlier_loss_stands_in_for_it(
+    lost: str, which: str, seeds: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Of whichever split, arm and number of seeds: of all of them, no two runs would end apart."""
+    write_study(tmp_path, searched(BASELINE, arm("new", "New")), seeds=(1, 2, 3, 4, 5))
+    for seed in seeds:
+        file = tmp_path / f"runs/{which}/seed-{seed}/metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        del lines[max(place for place, line in enumerate(lines) if f'"{lost}"' in line)]
+        file.write_text("".join(lines))
+    results = load(tmp_path)
+    assert {run.seed for run in results.runs if run.arm == which and run.status == "damaged"} == set(seeds)
+    assert [pair.outcome for pair in comparisons(results)][:1] == ["none"]
+    assert any("finished after step 400, and its last" in doubt for doubt in doubts(results))
 
 
 def test_of_a_resumed_step_the_last_line_counts_and_other_splits_do_not(tmp_path):
@@ -239,7 +261,9 @@ def test_whatever_differs_between_the_machines_is_flagged(tmp_path, key):
 
 def test_different_training_lengths_are_flagged(tmp_path):
     write_study(tmp_path)
-    RunFolder(tmp_path / "runs/res-gelu/seed-3").append({"step": 420, "split": "val", "loss": 3.0, "tokens": 1})
+    run = RunFolder(tmp_path / "runs/res-gelu/seed-3")
+    run.append({"step": 420, "split": "val", "loss": 3.0, "tokens": 1})
+    run.set_status("finished", step=420)
     assert "The finished runs were last evaluated at different steps: 400, 420." in doubts(load(tmp_path))
 
 

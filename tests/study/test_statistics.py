@@ -402,6 +402,14 @@ def test_no_verdict_on_runs_that_ended_at_different_steps(tmp_path):
     assert "ended at different steps" in pair.verdict
 
 
+def test_the_ends_that_count_are_those_of_the_split_that_is_reported_on(tmp_path):
+    arms = fake_study.searched(BASELINE, arm("new", "New"))
+    results = load(write_study(tmp_path, arms, seeds=(1, 2, 3)))
+    run = results.baseline.runs[2]
+    results.baseline.runs[2] = dataclasses.replace(run, test=(*run.test[:-1], (380, run.test[-1][1])))
+    assert "ended at different steps (380, 400)" in compare(results, results.others[0]).verdict
+
+
 def test_a_huge_loss_has_gains_too():
     dll, dppx = relative_gains(5000.0, 3.0)
     assert dll < -100_000

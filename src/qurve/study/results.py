@@ -9,7 +9,6 @@ its last validation loss is finite; whatever else has happened to it is carried 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from typing import Any
 from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
+from qurve.study.batches import BatchProof, identical_batches
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
 
@@ -62,9 +62,14 @@ class Run:
         return self.val[-1][1] if self.finished else None
 
     @property
+    def reported(self) -> tuple[tuple[int, float], ...]:
+        """(step, loss) on the split that the study reports on."""
+        return self.test if self.split == "test" else self.val
+
+    @property
     def final_loss(self) -> float | None:
         """The last loss of a finished run on the split that the study reports on, else None."""
-        return (self.test if self.split == "test" else self.val)[-1][1] if self.finished else None
+        return self.reported[-1][1] if self.finished else None
 
     @property
     def in_words(self) -> str:
@@ -279,10 +284,8 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
     status, why = one_line(state.get("status")), one_line(state.get("why", ""))
     for measured, what in ((val, "validation"), (test, "test"))[: 1 if split == "val" else 2]:
         if status == "finished":
-            last = measured[max(measured)].get("loss") if measured else None
-            if last is None:
-                status, why = "failed", f"finished without a {what} loss"
-            elif not math.isfinite(last):
+            _check_end(measured, what, int(state["step"]))
+            if not math.isfinite(measured[max(measured)]["loss"]):
                 status, why = "diverged", f"its last {what} loss is not finite"
     newest = train[max(train)] if train else {}
     seconds = newest.get("seconds") or 0
@@ -302,6 +305,15 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
         test=_losses(test),
         split=split,
     )
+
+
+def _check_end(measured: dict[int, Any], what: str, step: int) -> None:
+    """Raise `ValueError` unless the last evaluation is the one after the last update: a line that was lost would leave
+    an earlier, higher loss in the place of the final one."""
+    if not measured:
+        raise ValueError(f"finished without a {what} loss")
+    if max(measured) != step:
+        raise ValueError(f"finished after step {step:,}, and its last {what} loss is of step {max(measured):,}")
 
 
 def _losses(lines: dict[int, dict[str, Any]]) -> tuple[tuple[int, float], ...]:
@@ -327,88 +339,6 @@ def _positive(value: Any) -> int:
     return int(value)
 
 
-# ------------------------------------------------------------------------------------------------------------- batches
-
-
-@dataclass(frozen=True)
-class SeedBatches:
-    """What the runs of one seed saw. `difference` says where two of them part, None where they never do."""
-
-    seed: int
-    arms: tuple[str, ...]
-    steps: int
-    """Training lines compared: those up to where the shortest of the runs has come."""
-    digest: str
-    """sha256 over the compared lines' batch digests; empty where nothing could be compared."""
-    difference: str | None
-    differing: frozenset[str]
-    """Arms that part from the baseline (or from the first arm that has a run)."""
-
-
-@dataclass(frozen=True)
-class BatchProof:
-    seeds: tuple[SeedBatches, ...]
-    arms: int
-    """How many arms the study has."""
-
-    @property
-    def identical(self) -> bool:
-        """Every seed has at least two runs to compare, and they agree at every step."""
-        return bool(self.seeds) and all(seed.steps > 0 and seed.difference is None for seed in self.seeds)
-
-    @property
-    def complete(self) -> bool:
-        """Identical, and no arm's run is missing for any seed."""
-        return self.identical and all(len(seed.arms) == self.arms for seed in self.seeds)
-
-    @property
-    def differences(self) -> list[str]:
-        return [seed.difference for seed in self.seeds if seed.difference is not None]
-
-    def difference_of(self, arm: str, baseline: str) -> str | None:
-        """Why `arm` cannot be paired with `baseline`; None when nothing speaks against it."""
-        for seed in self.seeds:
-            if arm in seed.differing or (baseline in seed.differing and arm in seed.arms):
-                return seed.difference
-        return None
-
-
-def identical_batches(results: StudyResults) -> BatchProof:
-    """For every seed: did all arms train on the same windows of the same data, at every step?
-
-    A step that one run recorded and another passed over is a difference too: it was not shown to be the same.
-    """
-    return BatchProof(tuple(_seed_batches(results, seed) for seed in results.seeds), len(results.arms))
-
-
-def _seed_batches(results: StudyResults, seed: int) -> SeedBatches:
-    order = [results.baseline, *results.others]
-    runs = [run for arm in order if (run := arm.runs[seed]).train or run.batch_digests]
-    names = tuple(run.arm for run in runs)
-    if len(runs) < 2:
-        return SeedBatches(seed, names, 0, "", None, frozenset())
-    reference, found, differing = runs[0], None, set()
-    for run in runs[1:]:
-        step = _first_difference(reference, run)
-        if step is not None:
-            differing.add(run.arm)
-            found = found or f"seed {seed}: {reference.arm} and {run.arm} did not see the same batch at step {step:,}"
-    last = min(run.step for run in runs)
-    shared = [digest for step, digest in reference.batch_digests.items() if step <= last]
-    digest = hashlib.sha256("\n".join(shared).encode()).hexdigest()
-    return SeedBatches(seed, names, len(shared), digest, found, frozenset(differing))
-
-
-def _first_difference(a: Run, b: Run) -> int | None:
-    last = min(a.step, b.step)
-    recorded = {step for run in (a, b) for step, _ in run.train} | set(a.batch_digests) | set(b.batch_digests)
-    for step in sorted(step for step in recorded if step <= last):
-        digest = a.batch_digests.get(step)
-        if digest is None or digest != b.batch_digests.get(step):
-            return step
-    return None
-
-
 # ------------------------------------------------------------------------------------------------- what speaks against
 
 
@@ -424,7 +354,7 @@ def doubts(results: StudyResults) -> list[str]:
             f"This study was run before with other seeds ({looks}). Whoever adds or drops seeds after a look at the "
             "result gets intervals that are too narrow."
         )
-    ends = sorted({run.val[-1][0] for run in results.runs if run.finished})
+    ends = sorted({run.reported[-1][0] for run in results.runs if run.finished})
     if len(ends) > 1:
         found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")
     for steps, stop_at in sorted(

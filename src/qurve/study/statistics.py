@@ -217,7 +217,7 @@ def _refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) ->
         return f"no verdict: {apart}"
     if arm.config.get("eval") != results.baseline.config.get("eval"):
         return "no verdict: it was evaluated on other windows than the baseline"
-    ends = {run.val[-1][0] for run in (*arm.finished, *results.baseline.finished)}
+    ends = {run.reported[-1][0] for run in (*arm.finished, *results.baseline.finished)}
     if len(ends) > 1:
         return f"no verdict: the runs ended at different steps ({', '.join(f'{e:,}' for e in sorted(ends))})"
     unfinished = _unfinished(results, arm)
