@@ -18,6 +18,7 @@ from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.presets import zoo
 from qurve.study.power import LEAST_SEEDS
+from qurve.study.same_run import seeded
 from qurve.study.search import MOST_POINTS, Search, configured, point_name, short_names
 from qurve.study.searched import evidence
 from qurve.study.study_json import FORMAT, check_arm_name
@@ -205,11 +206,8 @@ class Study:
         return dataclasses.replace(self, arms=tuple(changed(arm) for arm in self.arms))
 
     def run_config(self, arm: Arm, seed: int) -> RunConfig:
-        """The arm with this seed. An A/A arm keeps the batches of the seed, and takes its weights from another one."""
-        config = arm.config
-        if arm.seed_offset and config.data.order_seed is None:
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, order_seed=seed))
-        return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed + arm.seed_offset))
+        """The arm with this seed."""
+        return seeded(arm.config, seed, arm.seed_offset)
 
     def to_json(self, command: str, earlier_seeds: Sequence[Sequence[int]] = ()) -> str:
         """`study.json`: what the report needs to know beyond the runs."""

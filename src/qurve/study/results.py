@@ -4,7 +4,8 @@
     runs/<arm>/seed-<n>/         one run folder each, see `qurve.runfolder`
 
 Nothing here trains or writes. Losses are in nats per token. A run counts as finished only when its status says so and
-its last validation loss is finite; whatever else has happened to it is carried in words and never enters a mean.
+its last loss is finite, and when its folder holds the run that `study.json` means; whatever else has happened to it is
+carried in words and never enters a mean.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
 from qurve.study.batches import BatchProof, identical_batches
+from qurve.study.same_run import check_run
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
 
@@ -245,7 +247,7 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
         why = "not one point of its search was finished with every seed"
         runs = {seed: Run(name, seed, "diverged", why, (), (), {}, None, 0, {}) for seed in seeds}
     else:
-        runs = {seed: _run(folder / "runs" / name / f"seed-{seed}", name, seed, split) for seed in seeds}
+        runs = {seed: _run(folder, item, seed, split) for seed in seeds}
     paper = item.get("paper")
     arm = Arm(
         name=name,
@@ -266,17 +268,28 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
     return arm
 
 
-def _run(path: Path, arm: str, seed: int, split: str) -> Run:
+def _run(folder: Path, item: dict[str, Any], seed: int, split: str) -> Run:
+    name, place = item["name"], Path("runs", item["name"], f"seed-{seed}")
     try:
-        return _found(RunFolder(path), arm, seed, split)
+        run = RunFolder(folder / place)
+        if run.is_begun():
+            try:
+                check_run(run, item["config"], seed, item.get("seed_offset", 0))
+            except BadInput as error:
+                raise BadInput(f"{place}: {error}") from None
+        return _found(run, name, seed, split)
     except (QurveError, OSError, TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
-        return Run(arm, seed, "damaged", one_line(error), (), (), {}, None, 0, {})  # the other runs are as they are
+        return Run(name, seed, "damaged", one_line(error), (), (), {}, None, 0, {})  # the other runs are as they are
 
 
 def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
-    if not run.status_file.exists():  # written last when a run starts
+    if not run.status_file.exists():
         return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
     state, environment = run.status(), run.environment()
+    if not run.is_begun():  # its configuration is written last when a run starts
+        if state["status"] != "running":
+            raise BadInput("its config.json is missing")
+        return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
     check_plain(environment)
     lines = list(run.metrics())
     train = {int(line["step"]): line for line in lines if "split" not in line}  # of a resumed step the last line counts
