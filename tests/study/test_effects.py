@@ -228,8 +228,8 @@ def test_bits_per_byte_are_unknown_without_it(splits: Any, fingerprint: str, why
 @pytest.mark.parametrize(
     ("fate", "who", "why"),
     [
-        ("diverged", "new", "new: seed 2 diverged"),
-        ("diverged", "baseline", "baseline: seed 2 diverged"),
+        ("diverged", "new", "no verdict: seed 2 diverged"),
+        ("diverged", "baseline", "no verdict: seed 2 diverged (baseline)"),
         ("other-batches", "new", "did not see the same batch"),
     ],
 )
@@ -251,7 +251,7 @@ def test_a_wider_arm_that_broke_is_no_measure(tmp_path: Path) -> None:
 
 def test_nothing_finished_says_so(tmp_path: Path) -> None:
     results = load(write_study(tmp_path, (BASELINE, NEW), fates={("new", seed): "missing" for seed in SEEDS}))
-    assert effects(results)[0].dppx_percent == Unknown("no seed is finished in both")
+    assert effects(results)[0].dppx_percent == Unknown("no verdict yet: seed 1 not run, seed 2 not run, seed 3 not run")
 
 
 # ---------------------------------------------------------------------------------------------------------------- cost

@@ -129,7 +129,7 @@ def test_what_a_run_decides_where_it_is_made_is_its_own(tmp_path: Path) -> None:
     open_arm["train"]["compile"] = True
     check_run(folder(tmp_path / "open", from_dict(RunConfig, tree)), open_arm, 2)
     tree["train"]["threads"] = 3
-    with pytest.raises(BadInput, match="train.threads is 2 in it and 3 in study.json"):
+    with pytest.raises(BadInput, match=r"train\.threads is 2 in it and 3 in study\.json"):
         check_run(RunFolder(tmp_path / "open"), tree, 2)
 
 
@@ -156,7 +156,7 @@ def test_a_projection_that_is_not_at_hand_is_compared_as_it_stands(tmp_path: Pat
     tree["model"]["query"]["kind"] = "of-mine"
     tree["train"]["keep"] = 7
     check_run(run, tree, 2)
-    with pytest.raises(BadInput, match="train.seed is 2 in it and 3 in study.json"):
+    with pytest.raises(BadInput, match=r"train\.seed is 2 in it and 3 in study\.json"):
         check_run(run, tree, 3)
     tree["model"]["query"]["width"] = 5
     with pytest.raises(BadInput, match=r"model\.query\.width is .* in it and 5 in study\.json"):

@@ -14,10 +14,9 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +152,8 @@ class StudyResults:
     search: Searched | None
     earlier_seeds: tuple[tuple[int, ...], ...] = ()
     """The sets of seeds that the study was run with before this one."""
+    looked_in_pool: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Arm -> the other sets of seeds with which an earlier study of its pool compared it with this baseline."""
     looks: tuple[int, ...] = ()
     """The numbers of seeds at which a look at the result was declared before the first run."""
     split: str = "val"
@@ -187,6 +188,14 @@ class StudyResults:
         own = [arm for arm in self.arms if arm.matched is None and not arm.seed_offset]
         whole = [(loss, i) for i, arm in enumerate(own) if not arm.unfinished and (loss := arm.final_loss) is not None]
         return own[min(whole)[1]] if whole else None
+
+    @property
+    def searched_alike(self) -> bool:
+        """Whether every arm was given the same search, as far as its evidence tells."""
+        search, own = self.search, [arm for arm in self.arms if arm.matched is None and not arm.seed_offset]
+        if search is None or any(search_apart(self, arm) is not None for arm in own):
+            return False
+        return search.sampler != "optuna" or len({len(search.points(arm.name)) for arm in own}) == 1
 
     @cached_property
     def batches(self) -> BatchProof:
@@ -225,6 +234,7 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
             seeds=seeds,
             search=search,
             earlier_seeds=tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ())),
+            looked_in_pool={arm: tuple(map(tuple, of)) for arm, of in tree.get("looked_in_pool", {}).items()},
             looks=tuple(tree.get("looks", ())),
             split=split,
         )
@@ -262,7 +272,7 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
         matched=None if item.get("matched") is None else one_line(item["matched"]),
         seed_offset=item.get("seed_offset", 0),
     )
-    for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps"):
+    for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps", "train.tokens_per_step"):
         if (value := arm.setting(path)) is not None:
             _number(value, f"{path} of {name}", (int, float))
     return arm
@@ -355,6 +365,12 @@ def _positive(value: Any) -> int:
 # ------------------------------------------------------------------------------------------------- what speaks against
 
 
+ON_ONE_SPLIT = (
+    "The search chose on the validation split, and the arms are compared on it as well, where what was chosen looks a "
+    "little better than it is. Arms that are evaluated on the test split too are compared on that."
+)
+
+
 def doubts(results: StudyResults) -> list[str]:
     """Everything in the folder that a sceptical reader should know before believing the comparison, in sentences."""
     found = [f"{difference}. The runs are not paired; no verdict." for difference in results.batches.differences]
@@ -367,6 +383,12 @@ def doubts(results: StudyResults) -> list[str]:
             f"This study was run before with other seeds ({looks}). Whoever adds or drops seeds after a look at the "
             "result gets intervals that are too narrow."
         )
+    for arm in results.arms:
+        if seeds := "; ".join(", ".join(map(str, seeds)) for seeds in results.looked_in_pool.get(arm.name, ())):
+            found.append(
+                f"{arm.label}: an earlier study of the same pool compared it with this baseline with other seeds "
+                f"({seeds}), and no look at them was declared: a verdict here is a second look."
+            )
     ends = sorted({run.reported[-1][0] for run in results.runs if run.finished})
     if len(ends) > 1:
         found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")
@@ -381,7 +403,10 @@ def doubts(results: StudyResults) -> list[str]:
         values = {json.dumps(run.environment[key]) for run in results.runs if key in run.environment}
         if len(values) > 1:
             found.append(f"The runs differ in {key}: {', '.join(sorted(values))}.")
-    return found + search_doubts(results)
+    found += search_doubts(results)
+    if results.split == "val" and results.search is not None and results.search.chosen:
+        found.append(ON_ONE_SPLIT)
+    return found
 
 
 def search_doubts(results: StudyResults) -> list[str]:
@@ -390,10 +415,12 @@ def search_doubts(results: StudyResults) -> list[str]:
     if search is None:
         return ["No learning-rate search is recorded: each arm ran at the rate that its configuration gives."]
     found, arms = [], [arm for arm in results.arms if arm.matched is None and not arm.seed_offset]
-    if search.flops is not None:
+    found += [f"{arm.label}: {apart}." for arm in arms if (apart := search_apart(results, arm)) is not None]
+    if search.flops is not None and not found:
         found.append(f"Each arm's search had the same FLOPs ({search.flops:.3g}), not the same number of points.")
-    elif any(a != b for a, b in pairwise(search.offered(arm.name) for arm in arms)):
-        found.append("The arms were not searched over the same grid and seeds.")
+    if search.sampler == "optuna" and len({len(search.points(arm.name)) for arm in arms}) > 1:
+        counts = ", ".join(f"{arm.label} {len(search.points(arm.name))}" for arm in arms)
+        found.append(f"Optuna tried different numbers of points: {counts}.")
     for arm in arms:
         chosen, points = search.chosen.get(arm.name), search.points(arm.name)
         if chosen is None:
@@ -422,6 +449,32 @@ def search_doubts(results: StudyResults) -> list[str]:
                     f"{arm.label}: trained at {path} = {_short(used)}, though the search chose {_short(wanted)}."
                 )
     return found
+
+
+def search_apart(results: StudyResults, arm: Arm) -> str | None:
+    """Why what the search chose for the arm and for the baseline is no fair choice; None where nothing speaks against
+    it. An arm at the baseline's point had no choice, and an A/A arm has the baseline's."""
+    search, base = results.search, results.baseline
+    if search is None or not search.chosen:
+        return None
+    searched = {*search.seeds, *(score.trial.seed for score in search.scores)}
+    if both := searched & {seed + one.seed_offset for seed in results.seeds for one in (base, arm)}:
+        return f"seed {min(both)} is one of the search and of the comparison"
+    if arm.matched is not None or arm.seed_offset or arm.name == base.name:
+        return None
+    if search.flops is not None:
+        costs = {one.name: _cost_of_a_step(search, one) for one in (arm, base)}
+        return search.flops_apart(costs) if all(costs.values()) else None
+    if search.sampler != "optuna" and search.offered(arm.name) != search.offered(base.name):
+        ours, theirs = (len(search.offered(one.name)) for one in (arm, base))
+        return f"its search was another one than the baseline's ({ours} runs, and {theirs} of the baseline)"
+    return None
+
+
+def _cost_of_a_step(search: Searched, arm: Arm) -> float:
+    """Training FLOPs of one step with every seed of the search; 0 where the configuration does not say."""
+    tokens = arm.setting("train.tokens_per_step")
+    return arm.flops_per_token * tokens * len(search.seeds) if isinstance(tokens, int) else 0.0
 
 
 def _is_close(a: Any, b: Any) -> bool:
