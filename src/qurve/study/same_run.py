@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from qurve.config import content_hash, differences, from_dict, hashed_differences, to_dict
-from qurve.errors import BadInput
+from qurve.errors import BadInput, QurveError
 from qurve.runfolder import RunFolder
-from qurve.train.config import RunConfig
+from qurve.train.config import ABOVE_BOUND, RunConfig
 
 OPEN = {
     "data.fingerprint": None,
@@ -45,6 +45,8 @@ def check_run(run: RunFolder, arm: dict[str, Any], seed: int, seed_offset: int =
     except BadInput:
         apart = _raw_differences(tree, arm, seed + seed_offset)
     else:
+        if ended_by_another_bound(run, wanted):
+            raise BadInput("it would have ended otherwise with the train.loss_bound of study.json")
         apart = hashed_differences(there, wanted)
         # one that an older version wrote has fewer fields, and another hash
         if not apart and to_dict(there) == tree and content_hash(there) != stored:
@@ -54,6 +56,42 @@ def check_run(run: RunFolder, arm: dict[str, Any], seed: int, seed_offset: int =
         words = [f"{path} is {mine!r} in it and {theirs!r} in study.json" for path, (mine, theirs) in apart.items()]
         more = f", and {len(words) - NAMED} more" if len(words) > NAMED else ""
         raise BadInput(f"it holds another run: {', '.join(words[:NAMED])}{more}")
+
+
+def ended_by_another_bound(run: RunFolder, wanted: RunConfig) -> bool:
+    """Whether the run that lies there has ended, and would have ended otherwise with the loss bound of `wanted`.
+
+    The bound is no part of the hash: until a run reaches it, it changes no number. One that diverged by another bound
+    says nothing of this one. A folder that cannot be read is told of elsewhere.
+    """
+    try:
+        state, (tree, _) = run.status(), run.config_json()
+        tree.pop("format", None)
+        bounds = [_bound(config) for config in (from_dict(RunConfig, tree), wanted)]
+        if bounds[0] == bounds[1]:
+            return False
+        if state["status"] == "diverged":
+            return ABOVE_BOUND in str(state["why"])
+        return state["status"] == "finished" and _strikes([line["loss"] for line in run.train_lines()], bounds[1])
+    except (QurveError, OSError):
+        return False
+
+
+def _bound(config: RunConfig) -> tuple[float, int] | None:
+    train = config.train
+    return None if train.loss_bound is None else (train.loss_bound, train.loss_bound_steps)
+
+
+def _strikes(losses: list[float], bound: tuple[float, int] | None) -> bool:
+    """Whether the losses of successive steps are above the bound as many times in a row as it allows."""
+    if bound is None:
+        return False
+    above = 0
+    for loss in losses:
+        above = above + 1 if loss > bound[0] else 0
+        if above >= bound[1]:
+            return True
+    return False
 
 
 def _raw_differences(tree: dict[str, Any], arm: dict[str, Any], seed: int) -> dict[str, tuple[Any, Any]]:
