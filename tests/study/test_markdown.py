@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from fake_study import BASELINE, THREE_ARMS, arm, write_study
+from fake_study import BASELINE, THREE_ARMS, arm, searched, write_study
 
 from qurve.study.against import against
 from qurve.study.headline import headline
@@ -24,7 +24,9 @@ def test_it_holds_verdict_table_and_commands(tmp_path):
     assert "2.8736" in text
     assert "```sh\ngit checkout " + "0" * 40 + "\nqurve compare small --seeds 3\n```" in text
     assert "identical batches: shown for every run" in text
-    assert "Before you believe it" not in text
+    assert text.partition("### Before you believe it\n\n- ")[2].startswith("The search chose on the validation split")
+    told = markdown(load(write_study(tmp_path / "tested", searched(*THREE_ARMS))))
+    assert "Before you believe it" not in told
 
 
 def test_doubts_and_missing_runs_are_told(tmp_path):

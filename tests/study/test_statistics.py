@@ -25,6 +25,7 @@ from qurve.study.statistics import (
     level_of,
     overall_verdict,
     relative_gains,
+    rows_between,
     summary_rows,
     undeclared_looks,
 )
@@ -225,6 +226,25 @@ def test_what_an_arm_alone_would_claim_several_arms_may_not(tmp_path):
         "cannot be told apart from the noise (3 seeds): its own 95 % interval leaves out zero, but "
         f"p = {2 * p:.4f} after Holm for 2 arms"
     )
+
+
+def test_differences_between_any_arms_are_one_family_and_name_what_they_are_against(tmp_path):
+    arms = (BASELINE, *(arm(name, name.title(), gain) for name, gain in (("a", 0.0), ("b", 0.003), ("c", 0.05))))
+    results = load(write_study(tmp_path, arms, seeds=(1, 2, 3, 4, 5), fates={("c", 2): "stopped"}))
+    base, a, b, c = results.arms
+    pairs = [(base, a), (a, b), (b, a), (base, b), (a, c)]
+    rows = rows_between(results, pairs)
+    alone = [compare(dataclasses.replace(results, baseline=x, arms=(x, y)), y) for x, y in pairs]
+    assert [row["p"] for row in rows] == [pair.p for pair in alone]
+    assert [row["p_holm"] for row in rows] == holm([pair.p for pair in alone])
+    assert rows[1]["diff"] == -rows[2]["diff"]
+    assert rows[4]["verdict"] == "no verdict yet: seed 2 stopped"
+    clear = load(write_study(tmp_path / "clear", arms, seeds=(1, 2, 3, 4, 5)))
+    base, a, b, c = clear.arms
+    words = rows_between(clear, [(a, c), (c, b)])
+    assert words[0]["verdict"].startswith("lower loss than A by")
+    assert words[1]["verdict"].startswith("higher loss than C by")
+    assert all("after Holm for 2 differences" in row["verdict"] for row in words)
 
 
 def test_an_arm_that_breaks_eases_no_others_test(tmp_path):

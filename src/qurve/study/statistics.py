@@ -198,11 +198,35 @@ def _paired(results: StudyResults, arm: Arm, refused: str | None) -> Comparison:
     return Comparison(arm.name, seeds, differences, diff, low, high, p, None, p_signflip, dll, dppx, "none", "")
 
 
-def _judged(results: StudyResults, arm: Arm, pair: Comparison, p_holm: float | None, arms: int) -> Comparison:
+def rows_between(results: StudyResults, pairs: Sequence[tuple[Arm, Arm]]) -> list[dict[str, Any]]:
+    """The row of each pair's second arm against its first, with the keys `ROW_KEYS`: all of them one family of tests.
+
+    For questions that a study asks beside that of its baseline; Holm corrects for as many differences as are given.
+    """
+    studies = [replace(results, baseline=before, arms=(before, after)) for before, after in pairs]
+    found = [_paired(one, after, refusal(one, after)) for one, (_, after) in zip(studies, pairs, strict=True)]
+    adjusted = holm([pair.p for pair in found])
+    rows = []
+    for one, (before, after), pair, p_holm in zip(studies, pairs, found, adjusted, strict=True):
+        judged = _judged(one, after, pair, p_holm, len(pairs), of="differences", than=before.label)
+        rows.append(_row(one, after, judged))
+    return rows
+
+
+def _judged(
+    results: StudyResults,
+    arm: Arm,
+    pair: Comparison,
+    p_holm: float | None,
+    arms: int,
+    *,
+    of: str = "arms",
+    than: str = "the baseline",
+) -> Comparison:
     if pair.verdict:
         return pair
     pair = replace(pair, p_holm=p_holm)
-    outcome, words = _words(pair.differences, p_holm, len(results.looks), arms)
+    outcome, words = _words(pair.differences, p_holm, len(results.looks), arms, of, than)
     return replace(pair, outcome=outcome, verdict=words)
 
 
@@ -242,7 +266,9 @@ def _which(run: Run, arm: Arm) -> str:
     return f"seed {run.seed} {status}" + ("" if run.arm == arm.name else " (baseline)")
 
 
-def _words(differences: Sequence[float], p: float | None, looks: int, arms: int) -> tuple[Outcome, str]:
+def _words(
+    differences: Sequence[float], p: float | None, looks: int, arms: int, of: str = "arms", than: str = "the baseline"
+) -> tuple[Outcome, str]:
     """The verdict on differences with this final p, among so many arms and declared looks (0: none)."""
     n = len(differences)
     if n == 0:
@@ -253,7 +279,7 @@ def _words(differences: Sequence[float], p: float | None, looks: int, arms: int)
         return "none", "two seeds decide nothing"
     mean, low, high = paired_interval(differences)
     after = "p < 0.0001" if p < 1e-4 else f"p = {p:.4f}"
-    after += f" after Holm for {arms} arms" if arms > 1 else ""
+    after += f" after Holm for {arms} {of}" if arms > 1 else ""
     level = LEVEL / max(1, looks)
     if p > level:
         words = f"cannot be told apart from the noise ({n} seeds)"
@@ -264,7 +290,7 @@ def _words(differences: Sequence[float], p: float | None, looks: int, arms: int)
     outcome: Outcome = "lower" if mean < 0 else "higher"
     near, far = sorted((abs(low), abs(high)))
     return outcome, (
-        f"{outcome} loss than the baseline by {abs(mean):.4f} nats per token "
+        f"{outcome} loss than {than} by {abs(mean):.4f} nats per token "
         f"(95 % interval {near:.4f} to {far:.4f}, {n} seeds, {after})"
     )
 
