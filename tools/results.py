@@ -384,7 +384,7 @@ def context(file: Path) -> Iterator[str]:
     evidence = read(file)
     labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
     yield table(
-        ["gain of", "from", "to", "difference", "log-loss", "p, not corrected", "verdict"],
+        ["gain of", "from", "to", "difference", "log-loss", "p", "p (Holm)", "verdict"],
         [
             [
                 gain["of"],
@@ -393,6 +393,7 @@ def context(file: Path) -> Iterator[str]:
                 interval(gain["diff"], gain["diff_low"], gain["diff_high"]),
                 NONE if gain["dll_percent"] is None else f"{gain['dll_percent']:+.2f} %",
                 probability(gain["p"]),
+                probability(gain["p_holm"]),
                 gain["verdict"],
             ]
             for gain in evidence["gains"]

@@ -163,7 +163,11 @@ def _write_run(
         "commit": "0" * 40,
         "started": f"2026-01-01T00:0{seed}:00Z",
     }
-    run.create(json.dumps({"format": 1, **a["config"]}), "hash", environment)
+    offset, tree = a.get("seed_offset", 0), {"format": 1, **a["config"]}
+    tree["train"] = {**tree["train"], "seed": seed + offset}
+    if offset:
+        tree["data"] = {**tree["data"], "order_seed": seed}
+    run.create(json.dumps(tree), "hash", environment)
     noise = random.Random(f"{a['name']}/{seed}")
     shift = random.Random(seed).gauss(0, 0.02)  # shared by the arms of a seed, as their batches are
     own = noise.gauss(0, 0.004)

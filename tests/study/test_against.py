@@ -8,6 +8,7 @@ import pytest
 from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, write_study
 
 from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
 from qurve.study.against import against
 from qurve.study.paired import holm, paired_p
 from qurve.study.results import load
@@ -165,6 +166,7 @@ def test_runs_that_ended_elsewhere_are_refused(tmp_path):
     for file in there.folder.glob("runs/res-gelu/*/metrics.jsonl"):
         lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < 400]
         file.write_text("\n".join(lines) + "\n")
+        RunFolder(file.parent).set_status("finished", step=380)
     pair = against(here, load(there.folder))[1]
     assert pair.refused == "they were last evaluated at different steps (400 here and 380 there)"
 

@@ -13,6 +13,7 @@ from qurve.config import content_hash, differences, from_dict
 from qurve.errors import BadInput
 from qurve.study.definition import Arm, Study, grid_study, load_study
 from qurve.study.search import Search
+from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
 from tiny import tiny
 
@@ -284,6 +285,62 @@ def test_what_is_no_study_is_refused_with_the_nearest_name(tmp_path: Path) -> No
         load_study(str(tmp_path / "missing.py"))
 
 
+def bad(**fields: Any) -> Study:
+    return Study(**{"name": "s", "title": "S", "arms": (Arm("baseline", "Baseline", tiny()),), **fields})
+
+
+EVIDENCE = presets.small_search()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seeds": ("1", "2")}, "seeds are whole numbers from 0, not"),
+        ({"seeds": (True, 2.0)}, "seeds are whole numbers"),
+        ({"seeds": (-1, 2)}, "seeds are whole numbers"),
+        ({"seeds": 3}, "seeds are whole numbers"),
+        ({"seeds": (1, 2, 3), "looks": (3, 3.5)}, "looks are whole numbers from 1"),
+        ({"looks": ("3",)}, "looks are whole numbers"),
+        ({"title": 5}, "its title is a text"),
+        ({"arms": ("baseline",)}, "each of its arms an Arm"),
+        ({"name": "../../evil"}, "a study's name becomes a folder"),
+        ({"name": "n" * 300}, "at most 250 letters"),
+        ({"search": {"chosen": 5}}, "neither a Search nor the evidence of one"),
+        ({"search": 5}, "neither a Search nor the evidence of one"),
+        ({"search": {**EVIDENCE, "scores": [5]}}, "neither a Search nor the evidence of one"),
+        ({"search": EVIDENCE, "seeds": (1, 101)}, "seed 101 is one of the search and of the comparison"),
+        ({"search": {**EVIDENCE, "seeds": [5]}, "seeds": (1, 102)}, "seed 102 is one of the search"),
+        ({"arms": tuple(Arm(n, n, tiny()) for n in ("baseline", "Baseline"))}, "names of their own"),
+        ({"arms": (Arm("baseline", "B", tiny()), Arm("a" * 121, "A", tiny()))}, "at most 120 letters"),
+        (
+            {
+                "arms": (Arm("baseline", "B", tiny()), Arm("a-a", "A/A", tiny(), seed_offset=100)),
+                "search": Search({"train.lr": (1e-3,)}),
+            },
+            "seed 101 is one of the search and of the comparison",
+        ),
+    ],
+)
+def test_what_no_report_could_read_is_refused_before_anything_is_made(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        bad(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"seeds": [1, 2]}, {"search": EVIDENCE}, {"seeds": (1, 2, 3), "looks": (3, 5)}])
+def test_what_is_written_can_be_read(fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text(bad(**fields).to_json("", [(1,)], {"baseline": [(1, 2)]}))
+    tree = read_study(tmp_path / "study.json")
+    assert tree["looked_in_pool"] == {"baseline": [[1, 2]]}
+    with pytest.raises(BadInput, match="a seed is a whole number"):
+        bad().to_json("", [("1",)])  # type: ignore[list-item]
+
+
+def test_a_file_that_ends_the_process_is_named(tmp_path: Path) -> None:
+    (tmp_path / "study.py").write_text("import sys; sys.exit(0)")
+    with pytest.raises(BadInput, match=r"study\.py cannot be run: it ends the process \(sys\.exit\(0\)\)"):
+        load_study(str(tmp_path / "study.py"))
+
+
 def test_studies_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_study("small").name = "other"  # type: ignore[misc]
@@ -297,11 +354,14 @@ def test_studies_do_not_change() -> None:
         "data.tokenizer=bpe:300",
         "train.threads=2",
         "train.steps=3",
+        "train.tokens_per_step=256",
+        "train.loss_bound=9",
+        "train.loss_bound_steps=3",
         "model.context=16",
     ],
 )
 def test_arms_that_are_not_compared_alike_are_refused(setting: str) -> None:
-    arms = (Arm("baseline", "Baseline", tiny()), Arm("other", "Other", tiny("train.tokens_per_step=128", setting)))
+    arms = (Arm("baseline", "Baseline", tiny()), Arm("other", "Other", tiny(setting)))
     with pytest.raises(BadInput, match=r"every arm needs the same .*, and other has"):
         Study("unequal", "Unequal", arms)
 

@@ -4,7 +4,7 @@ import html
 import re
 
 import pytest
-from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, grid, write_study
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, grid, searched, write_study
 
 from qurve.study.against import against
 from qurve.study.apart import apart_tables, search_table
@@ -29,7 +29,9 @@ def test_it_holds_verdict_table_and_commands(tmp_path):
     assert "2.8736" in text
     assert "```sh\ngit checkout " + "0" * 40 + "\nqurve compare small --seeds 3\n```" in text
     assert "identical batches: shown for every run" in text
-    assert "Before you believe it" not in text
+    assert text.partition("### Before you believe it\n\n- ")[2].startswith("The search chose on the validation split")
+    told = markdown(load(write_study(tmp_path / "tested", searched(*THREE_ARMS))))
+    assert "Before you believe it" not in told
 
 
 def holds(text, table):

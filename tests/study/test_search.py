@@ -398,6 +398,9 @@ def test_a_shorter_schedule_is_the_whole_one_in_short() -> None:
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
+WHOLE = ("trials", "extensions", "rungs", "factor", "draw_seed")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -415,6 +418,18 @@ def test_a_shorter_schedule_is_the_whole_one_in_short() -> None:
         ({"space": RATES, "factor": 1}, "search.factor = 1"),
         ({"space": RATES, "seeds": ()}, "search.seeds must be different"),
         ({"space": RATES, "seeds": (1, 1)}, "search.seeds must be different"),
+        ({"space": RATES, "sampler": "genetic"}, "search.sampler = 'genetic'"),
+        ({"space": RATES, "sampler": "optun", "trials": 3}, "did you mean 'optuna'"),
+        ({"space": DRAWN, "sampler": "random", "flops": math.inf}, "search.flops = inf: it is a finite number"),
+        ({"space": DRAWN, "sampler": "random", "flops": "1e9"}, "it is a finite number"),
+        *(({"space": RATES, name: 2.5}, f"search.{name} = 2.5: it is a whole number") for name in WHOLE),
+        *(({"space": RATES, name: "3"}, f"search.{name} = '3': it is a whole number") for name in WHOLE),
+        ({"space": RATES, "seeds": (True,)}, "search.seeds are whole numbers"),
+        ({"space": RATES, "seeds": 5}, "search.seeds are whole numbers"),
+        ({"space": [1]}, "maps settings to their values"),
+        ({"space": {"train.lr": "abc"}}, "a tuple of values or a Range"),
+        ({"space": {"train.lr": ([1],)}}, "is no value of train.lr"),
+        ({"space": {"train.lr": (math.nan,)}}, "is no value of train.lr"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -455,6 +470,7 @@ def test_halving_refuses_schedules_that_are_cut_short() -> None:
         (Search({"train.lr": (1e-4,)}), r"arm baseline: .* is above the peak, .* as a share"),
         (Search({"train.steps": (1, 2)}), r"train\.steps cannot be searched"),
         (Search({"train.seed": (1, 2)}), r"train\.seed cannot be searched"),
+        (Search({"train.tokens_per_step": (64, 128)}), r"train\.tokens_per_step cannot be searched"),
         (Search({"train.rate": (1, 2)}), r"arm baseline: search\.space: train\.rate: there is no field 'rate'"),
         (Search({"model.query.width": (8, 16)}), r"arm baseline: .* no field 'width'"),
     ],

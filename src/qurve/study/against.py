@@ -19,7 +19,7 @@ from qurve.study.paired import holm, paired_interval, paired_p
 from qurve.study.provenance import provenance
 from qurve.study.results import Arm, Run, StudyResults
 from qurve.study.settings import setting_in_words
-from qurve.study.statistics import Outcome, Unfinished, refusal_of_looks, refusal_of_runs, verdict_on, which, without
+from qurve.study.statistics import Outcome, Unfinished, refusal_of_looks, refusal_of_runs, verdict_on, which
 
 MEASUREMENT = ("data.", "eval.", "model.context", "model.vocab_size", "model.attends", "train.objective")
 """What two arms must have alike for their losses to be on one scale."""
@@ -98,7 +98,7 @@ def _pair(arm: Arm, there: Arm, data: list[set[str]], splits: list[str], looked:
     diff, low, high = (*paired_interval(diffs),) if len(diffs) > 1 else (diffs[0], None, None)
     refusal = refusal_of_runs(_unfinished(arm, there)) or looked
     p = paired_p(diffs) if len(diffs) > 1 and not refusal else None
-    numbers = {"here": here, "there": before, "diff": diff, "low": low, "high": high, "p": p}
+    numbers: dict[str, Any] = {"here": here, "there": before, "diff": diff, "low": low, "high": high, "p": p}
     return dataclasses.replace(bare, seeds=tuple(runs), in_words=refusal, **numbers)
 
 
@@ -112,7 +112,6 @@ def _judged(pairs: list[Pairing], shared: list[tuple[Arm, Arm]], looks: int) -> 
             outcome, words = verdict_on(diffs, p_holm, looks, len(pairs), "here than there")
             if not any(diffs):
                 words = f"the same loss ({len(diffs)} seed{'' if len(diffs) == 1 else 's'})"
-            words += without(_unfinished(arm, there))
         if pair.refused is None and (alone := sorted(arm.runs.keys() ^ there.runs.keys())):
             words += f"; in one of the two alone: seed{'' if len(alone) == 1 else 's'} {', '.join(map(str, alone))}"
         found.append(dataclasses.replace(pair, p_holm=p_holm, outcome=outcome, in_words=words))

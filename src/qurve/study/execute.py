@@ -17,10 +17,10 @@ from qurve.errors import BadInput, Busy, QurveError
 from qurve.files import claimed, write_atomic
 from qurve.runfolder import RunFolder, Status
 from qurve.study.definition import Study
-from qurve.study.jobs import Job, Outcome, earlier_seeds, is_made, jobs_of, scored, trial_jobs
+from qurve.study.jobs import Job, Outcome, earlier_seeds, is_made, jobs_of, looked_before, scored, trial_jobs
 from qurve.study.local import LocalWorkers
 from qurve.study.on_ray import Cluster, RayWorkers
-from qurve.study.pool import in_pool, link
+from qurve.study.pool import in_pool, link, look_again
 from qurve.study.search import Score, Search, bound, planned, trials
 from qurve.study.searched import evidence
 from qurve.study.source import keep
@@ -108,7 +108,9 @@ def run_study(
             study = study.settled(found)
         jobs = making.resolved(jobs_of(study, making.folder))
         is_open = [not is_made(job) for job in jobs]
-        write_atomic(making.folder / "study.json", study.to_json(command, earlier_seeds(study, making.folder)))
+        looked = looked_before(making.folder) | ({} if pool is None else look_again(pool, study, jobs))
+        file = making.folder / "study.json"
+        write_atomic(file, study.to_json(command, earlier_seeds(study, making.folder), looked))
         if definition is not None:
             keep(definition, making.folder)
         return making.make(jobs, is_open)

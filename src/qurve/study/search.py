@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from qurve import accounting
 from qurve.config import apply_settings
-from qurve.errors import BadInput
+from qurve.errors import BadInput, did_you_mean
 from qurve.train.config import RunConfig
 
 Value = float | int | str | bool | None
@@ -51,6 +51,8 @@ class Range:
     log: bool = True
 
     def __post_init__(self) -> None:
+        if not (is_number(self.low) and is_number(self.high)):
+            raise BadInput(f"a range goes from a number to a larger one, not from {self.low!r} to {self.high!r}")
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
             raise BadInput(f"a range goes from a number to a larger one, not from {self.low} to {self.high}")
         if self.log and self.low <= 0:
@@ -100,6 +102,7 @@ class Search:
     draw_seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         if not self.space:
             raise BadInput('a search needs a space, for example {"train.lr": (1e-3, 2e-3, 4e-3)}')
         for axis, values in self.space.items():
@@ -125,6 +128,26 @@ class Search:
             raise BadInput(f"search.trials = {self.trials:,}: at most {MOST_POINTS:,} points are taken")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise BadInput(f"search.seeds must be different, from 0, and at least one, not {list(self.seeds)}")
+
+    def _check_types(self) -> None:
+        """What a Python file may get wrong, so that no later comparison stumbles over it."""
+        if self.sampler not in _SAMPLERS:
+            raise BadInput(f"search.sampler = {self.sampler!r}{did_you_mean(str(self.sampler), _SAMPLERS)}")
+        if not isinstance(self.space, Mapping):
+            raise BadInput(f"search.space maps settings to their values, not {self.space!r}")
+        for axis, values in self.space.items():
+            if not isinstance(axis, str) or not isinstance(values, Range | list | tuple):
+                raise BadInput(f"search.space: {axis} takes a tuple of values or a Range, not {values!r}")
+            for value in () if isinstance(values, Range) else values:
+                if not isinstance(value, Value) or (isinstance(value, float) and not math.isfinite(value)):
+                    raise BadInput(f"search.space: {value!r} is no value of {axis}")
+        for name in ("trials", "extensions", "rungs", "factor", "draw_seed"):
+            if type(value := getattr(self, name)) is not int and not (name == "trials" and value is None):
+                raise BadInput(f"search.{name} = {value!r}: it is a whole number")
+        if self.flops is not None and not (is_number(self.flops) and math.isfinite(self.flops)):
+            raise BadInput(f"search.flops = {self.flops!r}: it is a finite number")
+        if not isinstance(self.seeds, list | tuple) or any(type(seed) is not int for seed in self.seeds):
+            raise BadInput(f"search.seeds are whole numbers, not {self.seeds!r}")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -435,35 +458,9 @@ def _survivors(search: Search, n: int) -> list[int]:
 
 
 def _optuna(search: Search, configs: Configs, losses: Losses) -> Places:
-    optuna = _import_optuna()
-    wanted: Places = {}
-    for arm, config in configs.items():
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=search.draw_seed))
-        wanted[arm] = []
-        for _ in range(_points(search, config)):
-            asked = study.ask()
-            point = search.point([_suggested(asked, axis, values) for axis, values in search.space.items()])
-            wanted[arm].append((point, config.train.steps))
-            if not losses.has(arm, point, config.train.steps):
-                break
-            mean = losses.mean(arm, point, config.train.steps)
-            study.tell(asked, math.inf if mean is None else mean)
-    return wanted
+    from qurve.study.on_optuna import places
 
-
-def _suggested(asked: Any, axis: str, values: Sequence[Value] | Range) -> Any:
-    if isinstance(values, Range):
-        return rounded(asked.suggest_float(axis, values.low, values.high, log=values.log))
-    return asked.suggest_categorical(axis, list(values))
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise BadInput("Optuna is not installed: pip install 'qurve[search]', or take another sampler") from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
+    return places(search, configs, losses, {arm: _points(search, config) for arm, config in configs.items()})
 
 
 _SAMPLERS: dict[str, Callable[[Search, Configs, Losses], Places]] = {

@@ -143,6 +143,29 @@ class Searched:
         shortest = min((steps for _, steps, _ in tried), default=0)
         return {(frozenset(point), seed) for point, steps, seed in tried if steps == shortest}
 
+    def flops_apart(self, step_costs: Mapping[str, float]) -> str | None:
+        """Why of these arms one did not have the same FLOPs as the others; None where each had all that it could pay
+        for. `step_costs` are their training FLOPs of one step with every seed."""
+        assert self.flops is not None
+        lengths = sorted({steps for arm in step_costs for _, steps, _ in self.tried(arm)})
+        tried = {arm: {point for point, steps, _ in self.tried(arm) if steps == lengths[0]} for arm in step_costs}
+        factor = max(2, round(lengths[1] / lengths[0])) if len(lengths) > 1 else 2
+
+        def cost(arm: str, points: int) -> float:
+            total = 0
+            for steps in lengths:
+                total += steps * points
+                points = -(-points // factor)  # the best of them go on
+            return step_costs[arm] * total
+
+        most = max(map(len, tried.values()))
+        for arm, points in tried.items():
+            if cost(arm, len(points)) > self.flops * (1 + 1e-9):
+                return f"the search of {arm} cost more than its {self.flops:.3g} FLOPs"
+            if len(points) < most and cost(arm, len(points) + 1) <= self.flops:
+                return f"the search of {arm} left FLOPs unspent that pay for another point"
+        return None
+
     def edges(self, arm: str) -> list[tuple[str, float, float, float]]:
         """Axes on which the arm's choice lies at an open edge of what it could be: (axis, chosen, lowest, highest).
 

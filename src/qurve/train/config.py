@@ -37,6 +37,9 @@ class DataConfig:
 
 MOST_THREADS = 1024
 
+ABOVE_BOUND = "the loss was above"
+"""How a run says that it diverged by its bound, not by a number that is not finite."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
