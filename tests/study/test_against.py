@@ -58,8 +58,8 @@ UNFINISHED = {
     "diverged": "no verdict: seed 2 diverged (there)",
     "missing": "no verdict yet: seed 2 not run (there)",
     "running": "no verdict yet: seed 2 running (there)",
-    "failed": "two seeds decide nothing; left out: seed 2 failed (there)",
-    "stopped": "two seeds decide nothing; left out: seed 2 stopped (there)",
+    "failed": "no verdict yet: seed 2 failed (there)",
+    "stopped": "no verdict yet: seed 2 stopped (there)",
 }
 
 

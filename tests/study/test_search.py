@@ -18,21 +18,9 @@ from hypothesis import strategies as st
 from qurve import accounting, presets
 from qurve.config import differences
 from qurve.errors import BadInput
+from qurve.study.axes import Range, beyond, is_near_end
 from qurve.study.definition import Arm, Study, load_study
-from qurve.study.search import (
-    Range,
-    Score,
-    Search,
-    Trial,
-    beyond,
-    configured,
-    is_near_end,
-    planned,
-    point_name,
-    trial_config,
-    trial_name,
-    trials,
-)
+from qurve.study.search import Score, Search, Trial, configured, planned, point_name, trial_config, trial_name, trials
 from qurve.study.searched import evidence, read_evidence
 from qurve.train.config import RunConfig
 from tiny import tiny

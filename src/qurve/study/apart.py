@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qurve.study.axes import Value
 from qurve.study.results import Arm, StudyResults
-from qurve.study.search import Point, Value
+from qurve.study.search import Point
 from qurve.study.searched import Searched, on
 from qurve.study.settings import in_words
 from qurve.study.tables import NONE, plain, rate

@@ -83,7 +83,7 @@ def map_table(results: StudyResults, map_: Map) -> Table:
 
 
 def _cell(map_: Map, cell: Cell) -> str:
-    state = map_.state(cell.lr, cell.weight_decay) or "not run to an end"
+    state: str = map_.state(cell.lr, cell.weight_decay) or "not run to an end"
     said = [plain(cell.loss, 4), state] if cell.loss is not None else [state]
     if cell.diverged:
         said = [f"{len(cell.diverged_after)} of {len(cell.endings)} diverged"]

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qurve.errors import BadInput
-from qurve.study.search import Configs, Losses, Places, Range, Search, Value, rounded
+from qurve.study.axes import Range, Value, rounded
+from qurve.study.search import Configs, Losses, Places, Search
 
 
 def places(search: Search, configs: Configs, losses: Losses, points: Mapping[str, int]) -> Places:

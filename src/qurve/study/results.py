@@ -23,9 +23,9 @@ from typing import Any
 from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
+from qurve.study.axes import Range
 from qurve.study.batches import BatchProof, identical_batches
 from qurve.study.same_run import check_run
-from qurve.study.search import Range
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
 

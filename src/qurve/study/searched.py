@@ -8,21 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurve.study.search import (
-    Configs,
-    Losses,
-    Point,
-    Range,
-    Score,
-    Search,
-    Trial,
-    Value,
-    beyond,
-    is_near_end,
-    is_number,
-    rounded,
-    trials,
-)
+from qurve.study.axes import Range, Value, beyond, is_near_end, is_number, rounded
+from qurve.study.search import Configs, Losses, Point, Score, Search, Trial, trials
 from qurve.study.study_json import one_line
 
 
