@@ -89,7 +89,9 @@ def test_compare_leaves_runs_and_a_report(compared: tuple[Path, Outcome]) -> Non
     names = {path.name for path in (folder / "report").iterdir()}
     assert {"report.html", "table.csv", "table.tex"} <= names
     assert {Path(name).suffix for name in names} >= {".svg", ".png"}
-    assert (folder / "report" / "table.csv").read_text().splitlines()[0] == f"{ROW_KEYS} diverged".replace(" ", ",")
+    assert (folder / "report" / "table.csv").read_text().splitlines()[
+        0
+    ] == f"{ROW_KEYS} diverged weight_decay lr min_lr".replace(" ", ",")
 
 
 def test_compare_prints_one_document_with_the_agreed_keys(compared: tuple[Path, Outcome]) -> None:
@@ -279,7 +281,7 @@ def test_a_study_is_planned_from_what_another_found(study_file: Path, study: Pat
     assert plan["hours"] > 0
     evidence = study / "report" / "evidence.json"
     kept = call("study", "plan", study_file, "--from", evidence, "--effect", "5%", "--json").json
-    assert {**kept, "source": ""} == {**plan, "source": ""}
+    assert {**kept, "source": "", "timed_by": ""} == {**plan, "source": "", "timed_by": ""}
     told = words(call("study", "plan", study_file, "--from", study, "--effect", "5%").out)
     assert f"you need n = {plan['seeds_needed']:,} seeds" in told
     alone = words(call("study", "plan", study_file).out)

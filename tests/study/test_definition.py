@@ -105,7 +105,7 @@ def test_an_a_a_arm_is_the_baseline_from_weights_that_no_other_run_has(change: d
 
 @pytest.mark.parametrize("looks", [(2, 4), (5, 3), (3, 3), (0,)])
 def test_looks_are_ascending_numbers_of_seeds_that_can_end_in_a_verdict(looks: tuple[int, ...]) -> None:
-    with pytest.raises(BadInput, match="looks are (ascending numbers of seeds, each at least 3|whole numbers from 1)"):
+    with pytest.raises(BadInput, match=r"looks are (ascending numbers of seeds, each at least 3|whole numbers from 1)"):
         dataclasses.replace(study("baseline"), looks=looks)
 
 
