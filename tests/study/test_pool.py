@@ -280,7 +280,7 @@ def test_two_studies_at_work_at_once_make_no_run_twice(data_folder: Path, tmp_pa
     ]
     told = [process.communicate(timeout=300)[0] for process in at_work]
     assert [process.returncode for process in at_work] == [0, 0], told
-    runs = [RunFolder(path) for path in pool.iterdir()]
+    runs = [RunFolder(path) for path in pool.iterdir() if path.is_dir()]
     assert len(runs) == 8
     for run in runs:
         assert [line["step"] for line in run.train_lines()] == list(range(1, 61))

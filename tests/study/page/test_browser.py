@@ -121,7 +121,7 @@ def test_a_map_is_seen_at_once_and_the_arms_on_demand(opened, tmp_path):
     arms = grid(*((f"kind-{place}", kind) for place, kind in enumerate(kinds)))
     page = opened(write_report(write_study(tmp_path, arms, seeds=(1,), search=False, steps=60)))
     assert page.locator("#map-1").bounding_box()["y"] < 1_200
-    assert page.evaluate("document.documentElement.scrollHeight") < 7_000
+    assert page.evaluate("document.documentElement.scrollHeight") < 8_000
     assert not page.locator("#summary").is_visible()
     page.locator("h2:text-is('Configurations and final loss') + details > summary").click()
     assert page.locator("#summary").is_visible()
