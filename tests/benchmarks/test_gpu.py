@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,32 +10,15 @@ import gpu
 import pytest
 from measuring import Results
 
+import bare
+
 SCRIPT = Path(gpu.__file__)
-ALLOWED = ["torch", "numpy", "safetensors", "triton", "qurve"]
-TORCHS = ["torchgen", "functorch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools"]
-TORCHS += ["sympy", "typing_extensions", "packaging"]  # the last to compile for a CPU alone
-BARE = f"""
-import runpy, sys
-from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
-
-class Bare:
-    def find_spec(self, name, path=None, target=None):
-        spec = PathFinder.find_spec(name, path, target)
-        foreign = path is None and "site-packages" in repr(spec) and "_vendor" not in repr(spec)
-        return None if foreign and name not in {ALLOWED + TORCHS} else spec
-
-sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare()]
-sys.argv = sys.argv[1:]
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.mark.slow
 def test_rehearsal_passes_where_torch_numpy_and_safetensors_are_all_there_is(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "-c", BARE, str(SCRIPT), "--rehearse", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = bare.run(SCRIPT, "--rehearse", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert found["rehearsal"]

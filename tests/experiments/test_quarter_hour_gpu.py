@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import runpy
-import subprocess
 import sys
 import time
 import zlib
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bare
 from qurve.accounting import count
 from qurve.errors import BadInput
 from qurve.study.paired import holm, paired_interval, paired_p
@@ -227,30 +227,10 @@ def test_data_is_one_file_that_may_be_carried(
     assert (data.tokenizer, data.splits, len(data.split("train"))) == ("gpt2", ("train", "val", "test"), 9_600)
 
 
-ALLOWED = ["torch", "numpy", "safetensors", "triton", "qurve"]
-TORCHS = ["torchgen", "functorch", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools"]
-TORCHS += ["sympy", "typing_extensions"]
-BARE = f"""
-import runpy, sys
-from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
-
-class Bare:
-    def find_spec(self, name, path=None, target=None):
-        spec = PathFinder.find_spec(name, path, target)
-        foreign = path is None and "site-packages" in repr(spec) and "_vendor" not in repr(spec)
-        return None if foreign and name not in {ALLOWED + TORCHS} else spec
-
-sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare()]
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.slow
 def test_rehearsal_passes_where_torch_numpy_and_safetensors_are_all_there_is(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, "-c", BARE, str(FILE), "--rehearsal", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = bare.run(FILE, "--rehearsal", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert found["rehearsal"]
