@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,18 +19,34 @@ from qurve.files import LOCK, MANIFEST, check_manifest, claimed, write_atomic, w
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_file(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("content", ["new and longer", b"bytes"])
+def test_a_write_that_fails_leaves_the_old_file_and_names_it(
+    failing: str, content: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "status.json"
     write_atomic(file, "old")
 
     def fail(*args: object) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")  # as the system says it: without a path
 
     monkeypatch.setattr(os, failing, fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(file, "new and longer")
+    with pytest.raises(OSError, match=f"disk full: '{file}'") as failure:
+        write_atomic(file, content)
+    assert failure.value.errno == errno.ENOSPC
     assert file.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_write_into_nowhere_names_the_file_and_not_its_neighbour(tmp_path: Path) -> None:
+    file = tmp_path / "gone" / "status.json"
+    with pytest.raises(FileNotFoundError, match=f"'{file}'"):
+        write_atomic(file, "text")
+
+
+@pytest.mark.parametrize("content", ["ends\r\n, ü", b"\x00\xff\r\n"])
+def test_what_is_written_is_what_is_there(content: str | bytes, tmp_path: Path) -> None:
+    write_atomic(tmp_path / "file", content)
+    assert (tmp_path / "file").read_bytes() == (content.encode() if isinstance(content, str) else content)
 
 
 def test_a_write_is_on_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,17 +18,22 @@ from qurve.errors import BadInput, Busy, Damaged
 LOCK = ".lock"
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a whole file or nothing: to a neighbour first, then renamed over the old one."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a whole file or nothing: to a neighbour first, then renamed over the old one.
+
+    Raises `OSError` with the file's own path, whatever step failed: a full disk does not name what it had no room for.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import html
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from fake_study import BASELINE, NONLINEAR, WIDER, arm, config, write_study
 
+from commands import call, words
 from qurve.errors import BadInput
 from qurve.study.report import write_report
 
@@ -170,6 +173,37 @@ def test_an_unequal_study_is_refused_before_anything_is_written(tmp_path, whole)
     with pytest.raises(BadInput, match="no seed is finished in both"):
         write_report(study, whole.parent.parent)
     assert not (study / "report").exists()
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(undrawn, monkeypatch, tmp_path):
+    folder = write_study(tmp_path, (BASELINE, NONLINEAR), seeds=(1,), search=False)
+    room, fsync = [1, 2], os.fsync
+
+    def synced(handle):
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")  # as the system says it: without a path
+        room.pop()
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    done = call("report", folder)
+    assert {file.name for file in folder.glob("report/*")} == {"table.csv", "table.tex"}
+    assert done.code == 2
+    assert f"{folder}/report/evidence.json cannot be written (No space left on device)" in words(done.err)
+
+
+@pytest.mark.parametrize("way", ["report", "report/table.tex", "report/report.html"])
+def test_what_stands_in_the_reports_way_is_named_and_left_alone(undrawn, way, tmp_path):
+    folder = write_study(tmp_path, (BASELINE, NONLINEAR), seeds=(1,), search=False)
+    if way == "report":
+        (folder / way).write_text("mine")
+    else:
+        (folder / way).mkdir(parents=True)
+    done = call("report", folder)
+    assert done.code == 2
+    assert f"{folder / way} cannot be written" in words(done.err)
+    assert list(folder.rglob(".*")) == []
+    assert (folder / way).is_dir() == (way != "report")
 
 
 def test_a_single_arm_and_a_single_seed_are_reported(undrawn, tmp_path):

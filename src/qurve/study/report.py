@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from qurve.errors import BadInput
+from qurve.files import write_atomic
 from qurve.study import drawing, tables
 from qurve.study.against import against
 from qurve.study.evidence import evidence_json
@@ -23,7 +25,8 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
     folder gets page, Markdown and tables; its figures are in the page, and each rung's study has a report of its own.
 
     With the folder of an `other` study the arms that both have are compared too. Raises `BadInput` when a folder is not
-    a study's, or when no arm of the two can be compared. Each file is written whole, then renamed over the old one.
+    a study's, when no arm of the two can be compared, or when a file cannot be written, which it names. Each file is
+    written whole, then renamed over the old one.
     """
     # the effects' mathematics brings numpy along, which nobody needs before a report is written
     from qurve.study.ladder_results import FILE as LADDER
@@ -63,16 +66,12 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
 
 def _written(folder: Path, files: dict[str, bytes]) -> Path:
     report = folder / "report"
-    report.mkdir(exist_ok=True)
-    for name, content in files.items():  # the page last: who sees it finds the rest beside it
-        _write(report / name, content)
+    try:
+        report.mkdir(exist_ok=True)
+        for name, content in files.items():  # the page last: who sees it finds the rest beside it
+            write_atomic(report / name, content)
+    except OSError as error:
+        raise BadInput(
+            f"{error.filename} cannot be written ({error.strerror}); make room for it, and run the same command again"
+        ) from None
     return report / "report.html"
-
-
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
