@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fake_study import BASELINE, NONLINEAR, WIDER, arm, config, write_study
 
-from commands import call, words
+from commands import call
 from qurve.errors import BadInput
 from qurve.study.report import write_report
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(undrawn, monkeypat
     done = call("report", folder)
     assert {file.name for file in folder.glob("report/*")} == {"table.csv", "table.tex"}
     assert done.code == 2
-    assert f"{folder}/report/evidence.json cannot be written (No space left on device)" in words(done.err)
+    assert f"{folder}/report/evidence.json cannot be written (No space left on device)" in done.err
 
 
 @pytest.mark.parametrize("way", ["report", "report/table.tex", "report/report.html"])
@@ -201,7 +201,7 @@ def test_what_stands_in_the_reports_way_is_named_and_left_alone(undrawn, way, tm
         (folder / way).mkdir(parents=True)
     done = call("report", folder)
     assert done.code == 2
-    assert f"{folder / way} cannot be written" in words(done.err)
+    assert f"{folder / way} cannot be written" in done.err
     assert list(folder.rglob(".*")) == []
     assert (folder / way).is_dir() == (way != "report")
 

@@ -91,6 +91,25 @@ def test_what_is_stable() -> None:
     assert found.largest_stable(0.05) is None
 
 
+def test_what_is_slow_is_decided_at_the_same_decay() -> None:
+    """Where the best point of the whole map lies says nothing of the rates at another decay."""
+    low, high = ending(1e-3, 0.1, 3.0), ending(4e-3, 0.1, 2.99)
+    found = map_of(low, high, ending(1e-3, 0.0, 3.0), ending(4e-3, 0.0, 6.9))
+    assert (found.state(1e-3, 0.0), found.state(4e-3, 0.0)) == ("stable", "plateau")
+    assert (found.largest_stable(0.0), found.largest_finished(0.0)) == (1e-3, 4e-3)
+    claim = Claim("", "", "res-gelu", PAPER_RATE, 0.0, "stable")
+    assert judge(claim, found, 4e-3).verdict == "plateau here"
+    slow = map_of(low, high, ending(1e-3, 0.0, 6.9), ending(4e-3, 0.0, 3.0), ending(8e-3, 0.0, 3.0 + 3 * WORSE))
+    assert [slow.state(lr, 0.0) for lr in slow.rates] == ["stable", "stable", "plateau"]
+
+
+@pytest.mark.parametrize("losses", [{4e-3: 6.9}, {1e-3: 6.9, 4e-3: 6.8}, {1e-3: 6.8, 4e-3: 6.9}])
+def test_the_best_point_of_a_decay_at_which_nothing_works_is_not_stable(losses: dict[float, float]) -> None:
+    found = map_of(ending(4e-3, 0.1, 3.0), *(ending(lr, 0.0, loss) for lr, loss in losses.items()))
+    assert {found.state(lr, 0.0) for lr in losses} == {"plateau"}
+    assert (found.largest_stable(0.0), found.largest_finished(0.0)) == (None, 4e-3)
+
+
 def test_one_seed_that_diverges_is_enough_and_one_that_runs_is_not() -> None:
     good, running = ending(1e-3, 0.1, 5.0), ending(1e-3, 0.1, None, seed=2, status="running")
     assert map_of(good, running).state(1e-3, 0.1) is None

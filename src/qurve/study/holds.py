@@ -32,8 +32,8 @@ from qurve.study.worth import Table
 Maps = Mapping[str, Map]
 
 RULE = (
-    f"stable: every seed finished, and at rates above the best one at most {WORSE:g} nats per token above the best "
-    "loss; further above is a plateau, which is no divergence"
+    f"stable: every seed finished, at most {WORSE:g} nats per token above the best loss, or slower at a rate below the "
+    "best one at its decay; else a plateau, which is no divergence"
 )
 
 

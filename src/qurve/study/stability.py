@@ -4,10 +4,10 @@ A map is of one architecture: a study that makes one names its arms `NAME@POINT`
 NAME alike but for peak rate, floor and decay. Rates are compared across scales as multiples of the baseline's, which is
 the rate of the study's baseline arm; the paper's is 6e-4.
 
-A point is in one of three states. It has *diverged* when a seed has. It is on a *plateau* when every seed finished, and
-at a rate above the best one the mean final loss is more than `WORSE` nats above the architecture's best in the map:
-that is quality, no divergence. Else it is *stable*; a lower rate that ends higher is slow. Whatever is said here holds
-for the study's size, data and training length alone.
+A point is in one of three states. It has *diverged* when a seed has. It is *stable* when every seed finished, and the
+mean final loss is at most `WORSE` nats above the architecture's best in the map; a rate below the best one at its own
+decay may end higher, which is slow, where that best one is as near. Else it is on a *plateau*: that is quality, no
+divergence. Whatever is said here holds for the study's size, data and training length alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qurve.study.jobs import run_path
 from qurve.study.results import Arm, Run, StudyResults
 
 WORSE = 0.1
-"""Nats per token above the best final loss, from which a rate beyond the best one counts as on a plateau."""
+"""Nats per token above the architecture's best final loss, beyond which a point counts as on a plateau."""
 SPIKE = 5.0
 SPIKE_WINDOW = 100
 """A spike is a step whose gradient norm exceeds `SPIKE` times the median of the `SPIKE_WINDOW` steps before it; the
@@ -133,12 +133,15 @@ class Map:
 
     def state(self, lr: float, weight_decay: float) -> State | None:
         """By the rule at the top of this file; None where the point was not run to an end (or at all)."""
-        cell, best = self.cells.get((lr, weight_decay)), self.best
+        cell = self.cells.get((lr, weight_decay))
         if cell is None or not (cell.ended or cell.diverged):
             return None
-        if cell.diverged or best is None or best.loss is None or cell.loss is None:
+        if cell.diverged:
             return "diverged"
-        return "stable" if lr <= best.lr or cell.loss <= best.loss + WORSE else "plateau"
+        losses = {point: loss for point, one in self.cells.items() if (loss := one.loss) is not None}
+        here = {rate: loss for (rate, decay), loss in losses.items() if decay == weight_decay}
+        best, bound = min(here, key=here.__getitem__), min(losses.values()) + WORSE
+        return "stable" if here[lr] <= bound or (lr < best and here[best] <= bound) else "plateau"
 
     def largest_stable(self, weight_decay: float) -> float | None:
         """The largest rate up to which every rate tried at this decay is stable; None where the lowest is not.
@@ -220,7 +223,6 @@ def ending_of(results: StudyResults, arm: Arm, run: Run) -> Ending:
         lines = list(RunFolder(run_path(results.folder, arm.name, run.seed)).metrics())
     norms = {line["step"]: line["grad_norm"] for line in lines if "split" not in line}  # of a repeated step the last
     logits = [logit for line in lines for logit in line.get("max_logit") or () if logit is not None]
-    start = [loss for step, loss in run.val if step == 0]
     return Ending(
         arm=arm.name,
         lr=_setting(arm, "train.lr"),
@@ -228,7 +230,7 @@ def ending_of(results: StudyResults, arm: Arm, run: Run) -> Ending:
         seed=run.seed,
         status=run.status,
         step=run.step,
-        start_loss=start[0] if start else None,
+        start_loss=next((loss for step, loss in run.val if step == 0), None),
         loss=run.final_loss,
         spikes=len(spikes([norm for _, norm in sorted(norms.items())])) if norms else None,
         max_logit=max(logits, default=None),
@@ -291,8 +293,8 @@ class Claim:
 
 NOTE = (
     "Seen at this study's scale alone. A run of so few steps can show a divergence, and cannot rule out one that comes "
-    "late in a training hundreds of times as long. A plateau (finished, at a rate above the best one, more than "
-    f"{WORSE:g} nats per token above the best loss) is no divergence, and no sound training either."
+    f"late in a training hundreds of times as long. A plateau (finished more than {WORSE:g} nats per token above the best "
+    "loss, and not for a rate below the best one) is no divergence, and no sound training either."
 )
 PAPER = "arXiv 2603.13381"
 FEWER = "no statement of the source: if the baseline diverges at decay 0.05 and less decay is no cure"
