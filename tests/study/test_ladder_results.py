@@ -1,0 +1,272 @@
+"""What a ladder's file says: gains, fits and slopes of planted losses, in every format, and damaged files refused."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import html
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_study import write_study
+
+from commands import call
+from qurve.errors import BadInput
+from qurve.study.effects import Unknown
+from qurve.study.ladder_results import (
+    FILE,
+    JUDGED,
+    LadderResults,
+    RungArm,
+    RungResults,
+    equivalent_gain,
+    fit,
+    gain,
+    gain_trend,
+    lines,
+    load_ladder,
+    measured,
+    percent,
+    series,
+    to_json,
+)
+from qurve.study.ladder_tables import costs_table, rungs_table
+from qurve.study.markdown import escaped
+from qurve.study.report import write_report
+from qurve.study.scaling import Equivalent, Estimate, Fit, Trend
+from qurve.study.tables import NONE
+
+
+def planted(alpha: float = 0.1, worth: tuple[float, ...] = (1.4, 1.4, 1.4), noise: float = 1e-4) -> LadderResults:
+    """Losses `10 N^-alpha` at a fixed number of tokens per parameter; the arm's are those of a baseline `worth` times
+    as large. The seeds scatter alike in both, and by `noise` of their own."""
+    rungs = []
+    for place, (size, factor) in enumerate(zip((100_000, 200_000, 400_000), worth, strict=True), 1):
+        wobbles = {seed: 1 + 0.01 * math.sin(seed + place) for seed in (1, 2, 3)}
+        own = {seed: 1 + noise * math.sin(7 * seed + 3 * place) for seed in (1, 2, 3)}
+        base = {seed: 10 * size**-alpha * wobbles[seed] for seed in (1, 2, 3)}
+        arm = {seed: 10 * (factor * size) ** -alpha * wobbles[seed] * own[seed] for seed in (1, 2, 3)}
+        arms = {
+            name: RungArm(name, name.title(), size, size + 5000, 6.0 * size, losses)
+            for name, losses in (("baseline", base), ("new", arm))
+        }
+        rungs.append(RungResults(f"{place}x32@20", place, 32, 20.0, 20 * size, 0.5, arms, {}))
+    return LadderResults("planted", "Planted", "command", "baseline", "f" * 64, tuple(rungs))
+
+
+def test_its_page_says_what_its_rungs_say(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(to_json(planted(worth=(1.2, 1.4, 1.7))))
+    source = write_report(tmp_path).read_text(encoding="utf-8")
+    told = " ".join(html.unescape(re.sub(r"<(style|svg)\b.*?</\1>|<[^>]*>", " ", source, flags=re.DOTALL)).split())
+    results = load_ladder(tmp_path)
+    for line in lines(results):
+        assert line in told
+    for rung in results.rungs:
+        assert percent(gain(results, rung, "new")).partition(" [")[0] in told
+    assert "Along size, 20 tokens per parameter" in told
+    for name in ("gain-1", "loss-1"):
+        figure = re.search(rf'<figure id="{name}".*?</figure>', source, flags=re.DOTALL)
+        assert figure is not None
+        assert figure[0].count("<svg") == 2
+    assert "<script" not in source
+    assert "script-src 'none'" in source
+    done = call("report", tmp_path, "--json")
+    assert done.code == 0
+    assert done.json["name"] == "planted"
+
+
+def test_what_was_planted_is_read_off() -> None:
+    results = planted()
+    (sizes,) = series(results)
+    assert (sizes.along, sizes.fixed) == ("size", "20 tokens per parameter")
+    fitted, slope = fit(sizes, "baseline"), gain_trend(results, sizes, "new")
+    assert isinstance(fitted, Fit)
+    assert fitted.alpha.value == pytest.approx(0.1, abs=0.01)
+    assert isinstance(slope, Trend)
+    assert slope.outcome == "no change told"
+    for rung in results.rungs:
+        found = gain(results, rung, "new")
+        assert isinstance(found, Estimate)
+        assert found.value == pytest.approx(100 * (1 - 1.4**-0.1), abs=0.02)
+
+
+def test_a_gain_is_worth_what_was_planted_in_parameters_and_its_square_in_compute() -> None:
+    """Tokens grow with the parameters, so that twice the size is four times the compute."""
+    results = planted(noise=0.0)
+    flat = [
+        dataclasses.replace(
+            rung,
+            arms={
+                name: dataclasses.replace(arm, losses={1: arm.losses[1] / (1 + 0.01 * math.sin(1 + place))})
+                for name, arm in rung.arms.items()
+            },
+        )
+        for place, rung in enumerate(results.rungs, 1)
+    ]
+    results = dataclasses.replace(results, rungs=tuple(flat))
+    for rung in results.rungs:  # the largest by the next smaller one
+        parameters, compute = (equivalent_gain(results, rung, "new", what) for what in ("params", "flops"))
+        assert isinstance(parameters, Equivalent)
+        assert isinstance(compute, Equivalent)
+        assert parameters.percent.value == pytest.approx(40)
+        assert compute.percent.value == pytest.approx(100 * (1.4**2 - 1))
+
+
+@pytest.mark.parametrize(("worth", "outcome"), [((1.2, 1.4, 1.6), "grows"), ((1.6, 1.4, 1.2), "shrinks")])
+def test_a_gain_that_changes_with_size_is_told(worth: tuple[float, ...], outcome: str) -> None:
+    results = planted(worth=worth)
+    slope = gain_trend(results, series(results)[0], "new")
+    assert isinstance(slope, Trend)
+    assert slope.outcome == outcome
+    assert any(
+        line.startswith(f"New, gain along size (20 tokens per parameter): {outcome}: ") for line in lines(results)
+    )
+
+
+def with_nulls(seed: int, arms: int = 20) -> LadderResults:
+    """Arms that are the baseline but for noise, at three sizes with three seeds."""
+    draw = random.Random(seed)
+    rungs = []
+    for rung in planted().rungs:
+        base = rung.arms["baseline"]
+        nulls = {
+            f"v{i}": dataclasses.replace(
+                base, name=f"v{i}", label=f"V{i}", losses={s: x + draw.gauss(0, 0.01) for s, x in base.losses.items()}
+            )
+            for i in range(arms)
+        }
+        rungs.append(dataclasses.replace(rung, arms={"baseline": base, **nulls}))
+    return dataclasses.replace(planted(), rungs=tuple(rungs))
+
+
+def test_of_many_arms_without_a_change_none_is_said_to_change() -> None:
+    """Each slope's own interval leaves out zero once in twenty arms: one claim a ladder."""
+    own, claimed = 0, 0
+    for seed in range(20):
+        results = with_nulls(seed)
+        (sizes,) = series(results)
+        trends = [gain_trend(results, sizes, arm) for arm in results.arms if arm != "baseline"]
+        slopes = [found for found in trends if isinstance(found, Trend)]
+        assert len(slopes) == 20
+        own += sum(found.per_doubling.low > 0 or found.per_doubling.high < 0 for found in slopes)
+        claimed += any(found.outcome in ("grows", "shrinks") for found in slopes)
+        for found in slopes:
+            assert (found.p < 0.05) == (found.per_doubling.low > 0 or found.per_doubling.high < 0)
+            assert found.p <= found.p_holm
+    assert own > 10
+    assert claimed <= 3
+    said = lines(results)
+    assert JUDGED in said
+    assert all(" after Holm for 20 arms." in line for line in said if ", gain along " in line)
+
+
+def test_cost_stands_beside_the_gain(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "rung", search=False, seeds=(1, 2))
+    for name, factor in (("baseline", 1), ("mlp-4.75", 2)):
+        for seed in (1, 2):
+            file = folder / "runs" / name / f"seed-{seed}" / "environment.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"peak_memory_bytes": factor * 2**30}))
+    rung = measured(folder, "4x128@20", (4, 128), 20.0, 10**6)
+    results = LadderResults("x", "X", "command", "baseline", "f" * 64, (rung,))
+    assert rung.arms["baseline"].tokens_per_s == pytest.approx(2048 / 0.1 / 1.015, rel=1e-3)
+    rows = {row[1]: row[2:] for row in costs_table(results).rows}
+    assert rows["Baseline"] == ["ref.", "4.80", rows["Baseline"][2], "1,024 MiB"]
+    assert rows["MLP 4.75"][1:] == ["5.40 (+12.5 %)", f"{rows['Baseline'][2]} (0.0 %)", "2,048 MiB (+100.0 %)"]
+    assert rows["MLP 4.75"][0] == percent(gain(results, rung, "mlp-4.75"))
+    (tmp_path / FILE).write_text(to_json(results))
+    assert load_ladder(tmp_path) == results
+    busy = dataclasses.replace(results, rungs=(dataclasses.replace(rung, speeds_apart=2.0),))
+    assert "4x128@20 (2.0 times): no speed is compared there." in " ".join(costs_table(busy).notes)
+    assert costs_table(busy).rows[1][4] == costs_table(busy).rows[0][4]
+
+
+def test_a_ladder_from_before_costs_were_kept_is_read(tmp_path: Path) -> None:
+    tree = json.loads(to_json(planted()))
+    for rung in tree["rungs"]:
+        del rung["speeds_apart"]
+        for arm in rung["arms"].values():
+            del arm["tokens_per_s"], arm["peak_memory_bytes"]
+    (tmp_path / FILE).write_text(json.dumps(tree))
+    assert load_ladder(tmp_path) == planted()
+
+
+def test_every_dash_has_its_reason_and_every_format_its_numbers(tmp_path: Path) -> None:
+    results = planted()
+    broken = dataclasses.replace(results.rungs[1].arms["new"], losses={}, doubt="new: seed 2 diverged")
+    rung = dataclasses.replace(results.rungs[1], arms=results.rungs[1].arms | {"new": broken})
+    results = dataclasses.replace(results, rungs=(results.rungs[0], rung, results.rungs[2]))
+    table = rungs_table(results)
+    (dashed,) = [row for row in table.rows if NONE in row]
+    assert dashed[:2] == ["2x32@20", "New"]
+    assert dashed.count(NONE) == 4
+    reasons = [note for note in table.notes if note.startswith(NONE)]
+    assert reasons == [f"{NONE} 2x32@20, New, loss; 2x32@20, New, ΔLL; 2x32@20, New, worth: new: seed 2 diverged."]
+    assert "Rung 2x32@20, New: no gain (new: seed 2 diverged)." in lines(results)
+
+    (tmp_path / FILE).write_text(to_json(results))
+    report = write_report(tmp_path).parent
+    assert {file.name for file in report.iterdir()} == {"report.html", "report.md", "table.csv", "table.tex"}
+    text = (report / "report.md").read_text(encoding="utf-8")
+    for line in (*lines(results), *reasons):
+        assert f"- {escaped(line)}\n" in text
+    for found in (rungs_table(results), costs_table(results)):
+        for row in found.rows:
+            assert f"| {' | '.join(map(escaped, row))} |" in text
+    rows = list(csv.DictReader((report / "table.csv").read_text(encoding="utf-8").splitlines()))
+    assert [row["rung"] for row in rows] == [rung.name for rung in results.rungs for _ in rung.arms]
+    assert float(rows[1]["dll_percent"]) == gain(results, results.rungs[0], "new").value
+    assert (rows[3]["loss"], rows[3]["dll_percent"], rows[0]["dll_low"]) == ("", "", "")
+    tex = (report / "table.tex").read_text(encoding="utf-8")
+    assert tex.count(r"\\") == 1 + len(table.rows)
+    assert r"$+" not in tex
+    assert "2x32@20 & New" in tex
+
+
+def test_a_rung_that_is_no_comparison_makes_the_slope_unknown_and_is_named() -> None:
+    results = planted()
+    arm = results.rungs[1].arms["new"]
+    broken = dataclasses.replace(arm, doubt="new: seed 2 diverged", unfinished=("seed 2 diverged (after step 9)",))
+    rung = dataclasses.replace(results.rungs[1], arms=results.rungs[1].arms | {"new": broken}, epochs=3.0)
+    results = dataclasses.replace(results, rungs=(results.rungs[0], rung, results.rungs[2]))
+    (sizes,) = series(results)
+    assert gain_trend(results, sizes, "new") == fit(sizes, "new") == Unknown("new: seed 2 diverged")
+    assert isinstance(fit(sizes, "baseline"), Fit)
+    said = lines(results)
+    assert "New, gain along size (20 tokens per parameter): no slope (new: seed 2 diverged)." in said
+    assert "Rung 2x32@20, New: seed 2 diverged (after step 9)." in said
+    assert "Rung 2x32@20 went through the training data 3.0 times." in said
+
+
+# ------------------------------------------------------------------------------------------------------------ damaged
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tree: tree.pop("rungs"), "the field 'rungs' is missing"),
+        (lambda tree: tree.update(format=2), "not a ladder of format 1"),
+        (lambda tree: tree["rungs"][0]["arms"].pop("baseline"), "a rung lacks the baseline 'baseline'"),
+        (lambda tree: tree["rungs"][0]["arms"]["new"]["losses"].update({"1": -1}), "no number above zero"),
+        (lambda tree: tree["rungs"][0].update(tokens="many"), "invalid literal"),
+        (lambda tree: tree.update(rungs=7), "not iterable"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(damage: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / FILE
+    tree = json.loads(to_json(planted()))
+    file.write_text(json.dumps(tree))
+    assert load_ladder(tmp_path) == planted()
+    damage(tree)
+    file.write_text(json.dumps(tree))
+    with pytest.raises(BadInput, match=rf"{FILE} is damaged: .*{message}"):
+        load_ladder(tmp_path)
+
+
+def test_what_is_no_ladder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="is no ladder: it has no ladder"):
+        load_ladder(tmp_path)
