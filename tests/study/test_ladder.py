@@ -20,8 +20,9 @@ from qurve.data.loader import TokenData
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study import local
+from qurve.study.execute import run_study
 from qurve.study.ladder import BUILT_IN, at_length, at_size, ladder, load_definition, run_ladder
-from qurve.study.ladder_results import FILE, LadderResults, load_ladder
+from qurve.study.ladder_results import FILE, LadderResults, lines, load_ladder
 from qurve.train.config import RunConfig
 from tiny import InProcess, tiny
 
@@ -196,6 +197,27 @@ def test_the_same_call_goes_on_and_keeps_what_is_made(
     assert snapshot(folder / "rungs" / "1x32@0.03" / "runs") == kept
 
 
+def test_until_its_last_rung_is_begun_a_ladder_says_so_and_decides_nothing(
+    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
+    made: list[Any] = []
+
+    def cut_short(*arguments: Any, **options: Any) -> dict[str, str]:
+        if made:
+            raise KeyboardInterrupt
+        made.append(arguments)
+        return run_study(*arguments, **options)
+
+    monkeypatch.setattr("qurve.study.ladder.run_study", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        run_ladder(tiny_ladder(seeds=(1,)), tmp_path, data, command="", say=lambda text: None, workers=1)
+    results = load_ladder(tmp_path)
+    assert [rung.name for rung in results.rungs] == ["1x32@0.03"]
+    assert results.not_begun == ("2x32@0.03", "1x32@0.06")
+    assert "Not begun: 2x32@0.03, 1x32@0.06." in lines(results)
+
+
 def test_another_ladders_folder_is_refused(made: tuple[Path, LadderResults], data: TokenData, tmp_path: Path) -> None:
     other = dataclasses.replace(tiny_ladder(), name="other")
     with pytest.raises(BadInput, match="holds the ladder 'tiny'; give another --out"):
@@ -231,7 +253,7 @@ def test_the_command_makes_a_ladder_and_says_what_came_out(
     assert done.code == 0, done.err
     assert [rung["name"] for rung in done.json["rungs"]] == ["1x32@0.03", "2x32@0.03"]
     told = words(done.err)
-    assert "other, gain along size (0.03 tokens per parameter): not known: " in told
+    assert "other, gain along size (0.03 tokens per parameter): no verdict: it takes 3 seeds at each rung, and " in told
     assert "Published over parameters: 0.076 (Kaplan et al. 2020" in told
     assert load_ladder(tmp_path / "out").name == "mine"
 

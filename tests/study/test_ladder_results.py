@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_study import write_study
+from fake_study import BASELINE, WIDER, write_study
 
 from commands import call
 from qurve.errors import BadInput
@@ -128,6 +128,56 @@ def test_a_gain_that_changes_with_size_is_told(worth: tuple[float, ...], outcome
     )
 
 
+def fewer(results: LadderResults, place: int, *seeds: int) -> LadderResults:
+    """Without the other seeds at one rung."""
+    rung = results.rungs[place]
+    arms = {n: dataclasses.replace(a, losses={s: a.losses[s] for s in seeds}) for n, a in rung.arms.items()}
+    rungs = [dataclasses.replace(rung, arms=arms) if i == place else one for i, one in enumerate(results.rungs)]
+    return dataclasses.replace(results, rungs=tuple(rungs))
+
+
+@pytest.mark.parametrize("case", ["one seed a rung", "two seeds at one rung", "a rung not begun"])
+def test_a_slope_without_enough_seeds_or_before_the_last_rung_decides_nothing(case: str) -> None:
+    """However clear: the same losses, whole, are a gain that grows."""
+    whole = planted(worth=(1.2, 1.4, 1.6))
+    results = {
+        "one seed a rung": fewer(fewer(fewer(whole, 0, 2), 1, 2), 2, 2),
+        "two seeds at one rung": fewer(whole, 1, 1, 3),
+        "a rung not begun": dataclasses.replace(whole, not_begun=("4x32@20",)),
+    }[case]
+    (sizes,) = series(results)
+    slope = gain_trend(results, sizes, "new")
+    assert isinstance(slope, Trend)
+    assert (slope.p, slope.p_holm, slope.outcome) == (None, None, "not known")
+    why = {
+        "one seed a rung": "no verdict: it takes 3 seeds at each rung, and there are 1 at 1x32@20, 1 at 2x32@20, 1 at",
+        "two seeds at one rung": "no verdict: it takes 3 seeds at each rung, and there are 2 at 2x32@20;",
+        "a rung not begun": "no verdict yet: 4x32@20 not begun;",
+    }[case]
+    (line,) = [line for line in lines(results) if line.startswith("New, gain along size")]
+    assert line.startswith(f"New, gain along size (20 tokens per parameter): {why}")
+    assert "grows" not in line
+    assert "percentage points per doubling" in line
+    assert ("Not begun: 4x32@20." in lines(results)) == (case == "a rung not begun")
+
+
+@pytest.mark.parametrize("fate", ["stopped", "running", "missing", "failed", "diverged"])
+def test_a_rung_with_a_run_that_is_not_finished_has_no_gain_and_its_series_no_slope(fate: str, tmp_path: Path) -> None:
+    rungs = []
+    for place, fates in enumerate(({}, {("mlp-4.75", 4): fate})):
+        folder = write_study(tmp_path / str(place), (BASELINE, WIDER), seeds=(1, 2, 3, 4), search=False, fates=fates)
+        rung = measured(folder, f"{place}x128@20", (place, 128), 20.0, 10**6)
+        arms = {n: dataclasses.replace(a, non_embedding=(1 + place) * a.non_embedding) for n, a in rung.arms.items()}
+        rungs.append(dataclasses.replace(rung, arms=arms))
+    results = LadderResults("x", "X", "command", "baseline", "f" * 64, tuple(rungs))
+    (sizes,) = series(results)
+    assert isinstance(gain(results, rungs[0], "mlp-4.75"), Estimate)
+    for found in (gain(results, rungs[1], "mlp-4.75"), gain_trend(results, sizes, "mlp-4.75")):
+        assert isinstance(found, Unknown)
+        assert found.why.startswith("no verdict")
+        assert "seed 4" in found.why
+
+
 def with_nulls(seed: int, arms: int = 20) -> LadderResults:
     """Arms that are the baseline but for noise, at three sizes with three seeds."""
     draw = random.Random(seed)
@@ -185,8 +235,9 @@ def test_cost_stands_beside_the_gain(tmp_path: Path) -> None:
     assert costs_table(busy).rows[1][4] == costs_table(busy).rows[0][4]
 
 
-def test_a_ladder_from_before_costs_were_kept_is_read(tmp_path: Path) -> None:
+def test_a_ladder_from_before_costs_and_rungs_to_come_were_kept_is_read(tmp_path: Path) -> None:
     tree = json.loads(to_json(planted()))
+    del tree["not_begun"]
     for rung in tree["rungs"]:
         del rung["speeds_apart"]
         for arm in rung["arms"].values():

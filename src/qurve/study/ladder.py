@@ -202,8 +202,11 @@ def refuse_foreign(folder: Path, name: str) -> None:
 
 
 def _results(wanted: Ladder, folder: Path, data: TokenData, command: str) -> LadderResults:
-    """Every rung that was begun, as it stands."""
+    """Every rung that was begun, as it stands, and the names of the others."""
     begun = [rung for rung in wanted.rungs if (rung_path(folder, rung.name) / "study.json").exists()]
+    missing = dict.fromkeys(rung.name for rung in wanted.rungs)
+    for rung in begun:
+        del missing[rung.name]
     data_tokens = len(data.split("train"))
     rungs = tuple(
         measured(
@@ -216,7 +219,7 @@ def _results(wanted: Ladder, folder: Path, data: TokenData, command: str) -> Lad
         for rung in begun
     )
     baseline = wanted.rungs[0].study.baseline
-    return LadderResults(wanted.name, wanted.title, command, baseline, data.fingerprint, rungs)
+    return LadderResults(wanted.name, wanted.title, command, baseline, data.fingerprint, rungs, tuple(missing))
 
 
 # ------------------------------------------------------------------------------------------------------------ built in

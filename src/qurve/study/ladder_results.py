@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qurve.errors import BadInput
 from qurve.study.effects import Unknown, asked, costs, estimate, log_loss_gain, not_comparable, speeds_apart
 from qurve.study.paired import holm
+from qurve.study.power import LEAST_SEEDS
 from qurve.study.results import Arm, StudyResults, load
 from qurve.study.scaling import (
     PUBLISHED,
@@ -86,6 +87,8 @@ class LadderResults:
     baseline: str
     data_fingerprint: str
     rungs: tuple[RungResults, ...]
+    not_begun: tuple[str, ...] = ()
+    """Rungs of the ladder that have no run yet."""
 
     @property
     def arms(self) -> dict[str, str]:
@@ -140,7 +143,8 @@ def load_ladder(place: Path) -> LadderResults:
         if not all(baseline in rung.arms for rung in rungs):
             raise BadInput(f"a rung lacks the baseline {baseline!r}")
         names = (one_line(tree["name"]), one_line(tree["title"]), str(tree["command"]))
-        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs)
+        not_begun = tuple(one_line(rung) for rung in tree.get("not_begun", ()))
+        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs, not_begun)
     except OSError as error:
         raise BadInput(f"{file} cannot be read ({error.strerror})") from None
     except KeyError as error:
@@ -304,6 +308,7 @@ def gain_trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown
 
     A rung at which it cannot be compared makes it unknown: left out, the line would be of the rungs that suit. The
     slopes of all arms along one series are a family: whether one grows or shrinks is decided after Holm's correction.
+    A slope that is `undecided` has no p.
     """
     trends = {other: _trend(results, one, other) for other in results.arms if other != results.baseline}
     adjusted = holm([None if isinstance(found, Unknown) else found.p for found in trends.values()])
@@ -320,9 +325,21 @@ def _trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown:
             losses = paired(rung, [results.baseline, arm])
             pairs = zip(losses[arm], losses[results.baseline], strict=True)
             gains[one.scale[rung.name]] = [relative_gains(loss, base)[0] for loss, base in pairs]
-        return trend(gains)
+        line = trend(gains)
+        return line if undecided(results, one, arm) is None else dataclasses.replace(line, p=None, p_holm=None)
 
     return asked(found)
+
+
+def undecided(results: LadderResults, one: Series, arm: str) -> str | None:
+    """Why a slope that is known decides nothing, in words; None where it may: rungs that are to come could turn it, and
+    with few seeds a rung its noise is that of the line, not of the seeds."""
+    if results.not_begun:
+        return f"no verdict yet: {', '.join(results.not_begun)} not begun"
+    seeds = {rung.name: len(paired(rung, [results.baseline, arm])[arm]) for rung in one.rungs}
+    if few := [f"{n} at {rung}" for rung, n in seeds.items() if n < LEAST_SEEDS]:
+        return f"no verdict: it takes {LEAST_SEEDS} seeds at each rung, and there are {', '.join(few)}"
+    return None
 
 
 def findings_json(results: LadderResults) -> dict[str, Any]:
@@ -390,13 +407,14 @@ def lines(results: LadderResults) -> list[str]:
     for one in series(results):
         for arm, label in results.arms.items():
             if arm != results.baseline:
-                slope = _slope(gain_trend(results, one, arm), len(results.arms) - 1)
-                said.append(f"{label}, gain along {one.along} ({one.fixed}): {slope}.")
+                said.append(f"{label}, gain along {one.along} ({one.fixed}): {_slope(results, one, arm)}.")
         for arm, label in results.arms.items():
             said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm))}.")
         said.append(_published(results, one))
     if said:
         said.append(JUDGED)
+    if results.not_begun:
+        said.append(f"Not begun: {', '.join(results.not_begun)}.")
     for rung in results.rungs:
         for arm, there in rung.arms.items():
             if arm != results.baseline and isinstance(found := gain(results, rung, arm), Unknown):
@@ -420,12 +438,14 @@ JUDGED = (
 )
 
 
-def _slope(found: Trend | Unknown, arms: int) -> str:
+def _slope(results: LadderResults, one: Series, arm: str) -> str:
+    found, arms = gain_trend(results, one, arm), len(results.arms) - 1
     if isinstance(found, Unknown):
         return f"no slope ({found.why})"
     size = with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
-    if found.p_holm is None:
-        return f"{found.outcome}: {size}"
+    if (why := undecided(results, one, arm)) is not None:
+        return f"{why}; {size}"
+    assert found.p_holm is not None  # three seeds at each of two rungs leave degrees of freedom
     p = "p < 0.0001" if found.p_holm < 1e-4 else f"p = {found.p_holm:.4f}"
     return f"{found.outcome}: {size}, {p}" + (f" after Holm for {arms} arms" if arms > 1 else "")
 

@@ -293,8 +293,8 @@ class Claim:
 
 NOTE = (
     "Seen at this study's scale alone. A run of so few steps can show a divergence, and cannot rule out one that comes "
-    f"late in a training hundreds of times as long. A plateau (finished more than {WORSE:g} nats per token above the best "
-    "loss, and not for a rate below the best one) is no divergence, and no sound training either."
+    f"late in a training hundreds of times as long. A plateau (finished more than {WORSE:g} nats per token above the "
+    "best loss, and not for a rate below the best one) is no divergence, and no sound training either."
 )
 PAPER = "arXiv 2603.13381"
 FEWER = "no statement of the source: if the baseline diverges at decay 0.05 and less decay is no cure"
