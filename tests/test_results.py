@@ -19,6 +19,7 @@ from qurve.study.stability import evidence as stability_evidence
 from qurve.study.study_json import read_study
 
 ROOT = Path(__file__).parents[1]
+plugins.make_importable(ROOT / "tools")
 results = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "results.py")))
 
 
