@@ -264,10 +264,10 @@ def paired(differences: list[float]) -> dict[str, float | None]:
 
 
 def summary(plan: Plan, done: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rates chosen, and each arm's losses less the baseline's for the seeds that every arm has finished.
+    """Rates chosen, and each arm's losses less the baseline's for the seeds that every arm was trained with.
 
-    The interval is the arm's own, p is corrected by Holm for all arms. No p for an arm that broke with some seed, or
-    where the baseline did, nor with fewer than three seeds.
+    Seeds with which an arm broke, or the baseline did, are left out of its own numbers, which have no p then, nor with
+    fewer than three seeds. The interval is the arm's own, p is corrected by Holm for all arms.
     """
     best = chosen(plan, done)
     broken = {
@@ -281,17 +281,21 @@ def summary(plan: Plan, done: list[dict[str, Any]]) -> dict[str, Any]:
         if run["seed"] != SEARCH_SEED and run["lr"] == best[run["arm"]] and run["diverged"] is None
     }
     trained = [arm for arm, lr in best.items() if lr is not None]
-    seeds = [n for n in range(1, plan.most_seeds + 1) if trained and all((arm, n) in losses for arm in trained)]
+    made = losses.keys() | broken
+    seeds = [n for n in range(1, plan.most_seeds + 1) if trained and all((arm, n) in made for arm in trained)]
     found: dict[str, Any] = {"chosen": best, "edges": edges(plan, best), "seeds": seeds, "arms": {}}
     found["diverged"] = [f"{arm}, seed {seed}" for arm, seed in sorted(broken)]
-    for arm in trained if seeds and "baseline" in trained else ():
+    for arm in trained:
+        shared = [n for n in seeds if (arm, n) in losses and ("baseline", n) in losses]
+        if not shared:
+            continue
         of = found["arms"][arm] = {}
         for split in plan.base.eval.splits:
-            differences = [losses[arm, n][split] - losses["baseline", n][split] for n in seeds]
-            of[split] = statistics.fmean(losses[arm, n][split] for n in seeds)
+            differences = [losses[arm, n][split] - losses["baseline", n][split] for n in shared]
+            of[split] = statistics.fmean(losses[arm, n][split] for n in shared)
             of[f"{split}_differences"] = differences
         of |= paired(of["test_differences"])
-        if len(seeds) < LEAST_SEEDS or {arm, "baseline"} & {name for name, _ in broken}:
+        if len(shared) < LEAST_SEEDS or {arm, "baseline"} & {name for name, _ in broken}:
             of["p"] = None
     others = [arm for arm in found["arms"] if arm != "baseline"]
     for arm, p_holm in zip(others, holm([found["arms"][arm]["p"] for arm in others]), strict=True):
@@ -368,7 +372,7 @@ def go(plan: Plan, data: TokenData, file: Path, ends: float) -> list[dict[str, A
 
 def show(plan: Plan, done: list[dict[str, Any]]) -> None:
     found = summary(plan, done)
-    print(f"{len(done)} runs; seeds that every arm has finished: {len(found['seeds'])}")
+    print(f"{len(done)} runs; seeds that every arm was trained with: {len(found['seeds'])}")
     for arm, of in found["arms"].items():
         said = f"{arm:18} rate {found['chosen'][arm]:g}  test {of['test']:.4f}"
         if arm != "baseline":

@@ -368,7 +368,7 @@ def quarter_hour(file: Path) -> Iterator[str]:
     yield (
         f"{len(evidence['runs'])} runs of {evidence['steps']:,} steps of {evidence['tokens_per_step']:,} tokens; rates "
         f"{', '.join(f'{rate:g}' for rate in evidence['rates'])} with seed {evidence['search_seed']}, then seeds "
-        f"{', '.join(map(str, seeds)) or 'none that every arm has finished'} at each arm's best."
+        f"{', '.join(map(str, seeds)) or 'none that every arm was trained with'} at each arm's best."
     )
     yield table(
         ["arm", "parameters", "rate", "validation loss", "test loss", "difference on test", "p (Holm)"],
@@ -391,8 +391,8 @@ def quarter_hour(file: Path) -> Iterator[str]:
         )
     if found["diverged"]:
         yield wrapped(
-            f"Diverged at the chosen rate: {'; '.join(found['diverged'])}. What is left is of the seeds that every arm "
-            "survived, and an arm that broke has no p."
+            f"Diverged at the chosen rate: {'; '.join(found['diverged'])}. What is left of such an arm is of the seeds "
+            "that it survived, and it has no p."
         )
     lost = [arm for arm, rate in found["chosen"].items() if rate is None]
     if lost:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_study import arm, config, write_study
 
+from qurve.presets import get
 from qurve.study.definition import load_study
 from qurve.study.tables import signed
 
@@ -23,6 +24,12 @@ def module() -> dict[str, Any]:
     return runpy.run_path(str(FILE))
 
 
+TRAINED_AS = {
+    "STUDY": {"linear": "small/baseline", "nonlinear": "small/res-gelu"},
+    "PAPER": {"linear": "paper/baseline", "nonlinear": "paper/res-gelu-best"},
+}
+
+
 @pytest.mark.parametrize("name", ["STUDY", "PAPER"])
 def test_arms_are_what_they_are_called(name: str, module: dict[str, Any]) -> None:
     study = module[name]
@@ -31,6 +38,7 @@ def test_arms_are_what_they_are_called(name: str, module: dict[str, Any]) -> Non
     for one in study.arms:
         query, *around = one.name.split("+")
         model = one.config.model
+        assert one.config.train == get(TRAINED_AS[name][query]).train
         assert model.query.kind == {"linear": "linear", "nonlinear": "bottleneck"}[query]
         assert model.positions.kind == ("rope" if {"rope", "modern"} & set(around) else "learned")
         assert model.output.kind == ("gated" if "gate" in around else "linear")

@@ -53,6 +53,25 @@ def test_arms_are_of_the_sizes_that_are_said(script: SimpleNamespace) -> None:
         assert sizes[name] == pytest.approx(sizes["baseline"], rel=1e-3)
 
 
+def test_arms_are_what_they_are_called(script: SimpleNamespace) -> None:
+    models = script.arms(script.GPU.base.model)
+    scales = {name: model.scale * model.head_width**0.5 for name, model in models.items()}
+    assert scales == pytest.approx(dict.fromkeys(models, 1.0) | {"identity-mlp-4.5": 0.5})
+    kinds = {name: model.query.kind for name, model in models.items()}
+    assert kinds == dict.fromkeys(models, "linear") | {"identity-mlp-4.5": "identity", "res-gelu": "bottleneck"}
+    assert [name for name, model in models.items() if model.qk_norm] == ["qk-norm"]
+
+
+def test_rates_are_chosen_on_validation_whatever_the_test_split_says(script: SimpleNamespace) -> None:
+    low, _ = script.REHEARSAL.rates
+    done = all_runs(script, lambda job: 3.0 + (job.lr != low))
+    for one in done:
+        one["test"] = 9.0 - one["val"]
+    assert set(script.chosen(script.REHEARSAL, done).values()) == {low}
+    found = script.summary(script.REHEARSAL, done)["arms"]["res-gelu"]
+    assert (found["val"], found["test"]) == (3.0, 6.0)
+
+
 def test_an_equal_search_comes_first_and_then_whole_seeds(script: SimpleNamespace) -> None:
     best = {"baseline": 1e-3, "res-gelu": 1e-2}
 
@@ -111,7 +130,10 @@ def test_p_is_corrected_for_all_arms_and_an_arm_that_broke_has_none(
     while (job := script.to_do(plan, done)) is not None:
         done.append(run(job, loss(job)))
     found = script.summary(plan, done)
-    assert (found["seeds"], found["diverged"]) == ([1, 2, 3], ["qk-norm, seed 4"])
+    assert (found["seeds"], found["diverged"]) == ([1, 2, 3, 4], ["qk-norm, seed 4"])
+    assert {arm: len(of["test_differences"]) for arm, of in found["arms"].items()} == dict.fromkeys(
+        found["arms"], 4
+    ) | {"qk-norm": 3}
     ps = {arm: of["p"] for arm, of in found["arms"].items() if arm != "baseline"}
     assert ps["qk-norm"] is None
     assert [found["arms"][arm]["p_holm"] for arm in ps] == holm(list(ps.values()))
@@ -133,6 +155,17 @@ def test_an_optimum_at_the_edge_of_the_rates_is_flagged(
     assert script.summary(plan, done)["edges"] == ["baseline", "mlp-4.75"]
     script.show(plan, done)
     assert "best at the edge of the rates tried: baseline; mlp-4.75" in capsys.readouterr().out
+
+
+def test_an_arm_that_breaks_with_every_fresh_seed_takes_nobodys_numbers(script: SimpleNamespace) -> None:
+    def loss(job: Any) -> float | None:
+        return None if job.arm == "qk-norm" and job.seed != script.SEARCH_SEED else 3.0 - 0.1 * (job.arm == "res-gelu")
+
+    found = script.summary(script.REHEARSAL, all_runs(script, loss))
+    assert found["seeds"] == [1, 2]
+    assert found["diverged"] == ["qk-norm, seed 1", "qk-norm, seed 2"]
+    assert found["arms"]["res-gelu"]["test_differences"] == pytest.approx([-0.1, -0.1])
+    assert "qk-norm" not in found["arms"]
 
 
 def test_an_arm_that_always_diverges_holds_up_nobody(script: SimpleNamespace) -> None:
@@ -236,7 +269,7 @@ def test_rehearsal_passes_where_torch_numpy_and_safetensors_are_all_there_is(tmp
     assert found["rehearsal"]
     assert len(found["runs"]) == 20
     assert found["summary"]["seeds"] == [1, 2]
-    assert "20 runs; seeds that every arm has finished: 2" in done.stdout
+    assert "20 runs; seeds that every arm was trained with: 2" in done.stdout
 
 
 def test_wrong_calls_are_refused(

@@ -9,7 +9,7 @@ from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, write_study
 
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
-from qurve.study.against import against
+from qurve.study.against import MEASUREMENT, against
 from qurve.study.paired import holm, paired_p
 from qurve.study.results import load
 from qurve.study.statistics import paired_interval
@@ -147,6 +147,25 @@ def test_an_unequal_arm_is_refused_with_the_reason_and_the_others_are_not(tmp_pa
     assert other.refused == reason
     assert (other.diff, other.low, other.seeds) == (None, None, ())
     assert other.in_words == f"not compared: {reason}"
+
+
+SCALES = ("data__order", "eval__every", "model__context", "model__vocab_size", "model__attends", "train__objective")
+
+
+@pytest.mark.parametrize("path", SCALES)
+def test_losses_on_two_scales_are_not_compared(path, tmp_path):
+    assert {scale.replace("__", ".") for scale in SCALES} == {
+        {"data.": "data.order", "eval.": "eval.every"}.get(setting, setting) for setting in MEASUREMENT
+    }
+    values = ({"kind": "mlm"}, {"kind": "prefix"}) if path == "train__objective" else (40, 80)
+    here, there = (
+        load(write_study(tmp_path / str(value), (BASELINE, arm("new", "New", config=config(**{path: value})))))
+        for value in values
+    )
+    same, other = against(here, there)
+    assert same.refused is None
+    assert other.refused.startswith(path.replace("__", "."))
+    assert (other.diff, other.outcome) == (None, "none")
 
 
 def test_other_data_are_refused(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_study import BASELINE, NONLINEAR, STEPS, THREE_ARMS, arm, config, write_study
+from fake_study import BASELINE, NONLINEAR, STEPS, THREE_ARMS, arm, config, searched, write_study
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -206,6 +206,17 @@ def test_bits_per_byte_come_from_the_manifest_of_the_runs_data(tmp_path: Path) -
     assert isinstance(found, Estimate)
     assert found.value == pytest.approx(-0.03 / math.log(2) / 4)
     assert (found.low, found.high) == (pytest.approx(found.value), pytest.approx(found.value))
+
+
+def test_bits_per_byte_are_by_the_bytes_of_the_split_that_is_reported_on(tmp_path: Path) -> None:
+    arms = searched(*({**one, "test": dict.fromkeys(SEEDS, loss)} for one, loss in ((BASELINE, 3.0), (NEW, 2.97))))
+    write_study(tmp_path / "study", arms)
+    data = manifest(tmp_path / "data", val={"tokens": 100, "bytes": 400}, test={"tokens": 100, "bytes": 500})
+    results = with_data(tmp_path / "study", data)
+    assert (results.split, bytes_per_token(results, "test")) == ("test", 5)
+    found = of(results, "new").bits_per_byte
+    assert isinstance(found, Estimate)
+    assert found.value == pytest.approx(-0.03 / math.log(2) / 5)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study import local
 from qurve.study.execute import run_study
-from qurve.study.ladder import BUILT_IN, at_length, at_size, ladder, load_definition, run_ladder
+from qurve.study.ladder import BUILT_IN, at_length, at_size, ladder, like, load_definition, run_ladder
 from qurve.study.ladder_results import FILE, LadderResults, lines, load_ladder
 from qurve.train.config import RunConfig
 from tiny import InProcess, tiny
@@ -120,6 +120,18 @@ def test_built_in_ladders_are_the_papers_arms(name: str) -> None:
     ratio = one.rungs[0].study.arms[2].config.train.lr / one.rungs[0].study.arms[0].config.train.lr
     best = presets.get({"small": "small/res-gelu", "paper": "paper/res-gelu-best"}[name])
     assert ratio == pytest.approx(best.train.lr / base.train.lr)
+
+
+@pytest.mark.parametrize(
+    ("preset", "reference"),
+    [
+        ("paper/res-gelu-best", "paper/baseline"),
+        ("paper/mlp-4.75", "paper/baseline"),
+        ("small/res-gelu", "small/baseline"),
+    ],
+)
+def test_an_arm_like_a_preset_is_that_preset_at_its_own_size(preset: str, reference: str) -> None:
+    assert like(preset, reference)(presets.get(reference)) == presets.get(preset)
 
 
 def test_the_papers_ladder_has_gpt_3s_rates() -> None:

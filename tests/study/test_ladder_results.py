@@ -69,6 +69,9 @@ def test_its_page_says_what_its_rungs_say(tmp_path: Path) -> None:
     for rung in results.rungs:
         assert percent(gain(results, rung, "new")).partition(" [")[0] in told
     assert "Along size, 20 tokens per parameter" in told
+    verdict = source.partition('id="verdict"')[2].partition("</section>")[0]
+    top = [html.unescape(words) for words in re.findall("<li>(.*?)</li>", verdict)]
+    assert top == [line for line in lines(results) if line.startswith("New, gain along size") or line == JUDGED]
     for name in ("gain-1", "loss-1"):
         figure = re.search(rf'<figure id="{name}".*?</figure>', source, flags=re.DOTALL)
         assert figure is not None
@@ -115,6 +118,34 @@ def test_a_gain_is_worth_what_was_planted_in_parameters_and_its_square_in_comput
         assert isinstance(compute, Equivalent)
         assert parameters.percent.value == pytest.approx(40)
         assert compute.percent.value == pytest.approx(100 * (1.4**2 - 1))
+
+
+def at(results: LadderResults, place: int, seeds: dict[int, int], times: float = 1.0) -> LadderResults:
+    """With other seeds' names, and losses so many times as high, at one rung."""
+    rung = results.rungs[place]
+    arms = {
+        name: dataclasses.replace(arm, losses={seeds.get(s, s): times * loss for s, loss in arm.losses.items()})
+        for name, arm in rung.arms.items()
+    }
+    rungs = [dataclasses.replace(rung, arms=arms) if i == place else one for i, one in enumerate(results.rungs)]
+    return dataclasses.replace(results, rungs=tuple(rungs))
+
+
+@pytest.mark.parametrize(("place", "far"), [(0, 2), (2, 0)])
+def test_a_gain_is_worth_what_the_nearest_size_says(place: int, far: int) -> None:
+    """The next larger one, for the largest the next smaller one; those beyond it are not asked."""
+    results = planted(noise=0.0)
+    found, other = (
+        equivalent_gain(one, one.rungs[place], "new", "params") for one in (results, at(results, far, {}, times=1.2))
+    )
+    assert isinstance(found, Equivalent)
+    assert other == found
+
+
+def test_rungs_of_other_seeds_are_no_measure_of_each_other() -> None:
+    results = at(planted(), 1, {3: 4})
+    found = equivalent_gain(results, results.rungs[0], "new", "params")
+    assert found == Unknown("rung 2x32@20 has other seeds finished than 1x32@20")
 
 
 @pytest.mark.parametrize(("worth", "outcome"), [((1.2, 1.4, 1.6), "grows"), ((1.6, 1.4, 1.2), "shrinks")])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from qurve.study.paired import paired_p
 from qurve.study.power import detectable, minimum_detectable, power_of, seeds_needed
 from qurve.study.results import load
+from qurve.study.worth import EFFECTS_ASKED, noise_table
 
 SD = 0.01
 
@@ -65,15 +67,37 @@ def test_what_no_number_of_seeds_shows():
         power_of(0.1, SD, 5, arms=0)
 
 
-def test_what_a_study_could_have_seen(tmp_path):
+SD_OF_BOTH = ((0.011547**2 + 0.0152753**2) / 2) ** 0.5
+"""Of the two arms' differences in `two_arms`, pooled over two degrees of freedom each."""
+
+
+def two_arms(folder):
     arms = (BASELINE, arm("a", "A"), arm("b", "B"))
     losses = {"baseline": (3.0, 3.1, 2.9), "a": (3.01, 3.09, 2.91), "b": (2.99, 3.12, 2.9)}
     finals = {(name, seed): loss for name, of in losses.items() for seed, loss in enumerate(of, 1)}
-    results = load(write_study(tmp_path / "s", arms, finals=finals))
+    return arms, losses, load(write_study(folder, arms, finals=finals))
+
+
+@pytest.mark.parametrize(("looks", "level"), [((), 0.05), ((3, 5), 0.025)])
+def test_the_seeds_that_a_report_asks_for_are_for_all_its_arms_and_looks(looks, level, tmp_path):
+    _, _, results = two_arms(tmp_path)
+    results = dataclasses.replace(results, looks=looks)
+    told = " ".join(noise_table(results).notes)
+    for share in EFFECTS_ASKED:
+        n = seeds_needed(3.0 * share, SD_OF_BOTH, arms=2, level=level)
+        assert n != seeds_needed(3.0 * share, SD_OF_BOTH, level=level)
+        assert n != seeds_needed(3.0 * share, SD_OF_BOTH, arms=2, level=0.075 - level)
+        assert f"{100 * share:g} % takes {n} seeds" in told
+    assert f"80 % power: {detectable(results)[0]:.4f} nats per token" in told
+
+
+def test_what_a_study_could_have_seen(tmp_path):
+    arms, losses, results = two_arms(tmp_path / "s")
     nats, percent = detectable(results)
-    # both arms' differences vary: deviations 0.011547 and 0.0152753, pooled over two degrees of freedom each
-    assert nats == pytest.approx(minimum_detectable(3, ((0.011547**2 + 0.0152753**2) / 2) ** 0.5, arms=2), rel=1e-4)
+    assert nats == pytest.approx(minimum_detectable(3, SD_OF_BOTH, arms=2), rel=1e-4)
     assert percent == pytest.approx(100 * nats / 3.0)
+    looked = dataclasses.replace(results, looks=(3, 5))
+    assert detectable(looked)[0] == pytest.approx(minimum_detectable(3, SD_OF_BOTH, arms=2, level=0.025), rel=1e-4)
     assert detectable(load(write_study(tmp_path / "one", arms, seeds=(1,)))) is None
     same = {(name, seed): 3.0 for name in losses for seed in (1, 2, 3)}
     assert detectable(load(write_study(tmp_path / "same", arms, finals=same))) is None

@@ -6,6 +6,7 @@ import shlex
 import shutil
 from itertools import pairwise
 
+import pytest
 from fake_study import write_study
 
 from qurve.config import apply_settings, differences, to_dict
@@ -84,6 +85,19 @@ def test_a_single_run_is_the_nearest_preset_and_what_differs(tmp_path):
     made = apply_settings(get(words[2]), settings)
     assert set(differences(made, wanted)) == {"train.seed", "train.threads"}  # the threads are those of the runs
     assert made.train.threads == 1
+
+
+@pytest.mark.parametrize("lost", ["train.lr", "model.query.width"])
+def test_a_line_that_would_make_another_run_is_not_printed(lost, tmp_path, monkeypatch):
+    """Whatever keeps a setting from taking: here, that one is lost on the way."""
+    results = load(write_study(tmp_path, seeds=(4,)))
+    wanted = apply_settings(get("small/res-gelu"), ["model.query.width=32", "train.lr=0.003"])
+    assert single_run(*arm_of(results, wanted)) is not None
+    monkeypatch.setattr(
+        "qurve.study.provenance.apply_settings",
+        lambda config, settings: apply_settings(config, [s for s in settings if not s.startswith(lost)]),
+    )
+    assert single_run(*arm_of(results, wanted)) is None
 
 
 def test_another_kind_is_set_before_its_fields(tmp_path):

@@ -184,6 +184,13 @@ def test_what_cannot_be_converted_is_refused(base, arm, sized, message: str) -> 
         equivalent(base, arm, sized)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_what_a_gain_is_worth_has_an_interval_from_three_seeds_on(n: int) -> None:
+    base, wide, arm = [3.0, 3.1, 2.9], [2.97, 3.07, 2.869], [2.95, 3.05, 2.852]
+    found = equivalent(base[:n], arm[:n], {1.125: wide[:n]}).percent
+    assert (found.n, found.low is None, found.high is None) == (n, n < 3, n < 3)
+
+
 def test_a_ratio_of_means_known_by_hand() -> None:
     """Nothing varies above, so that the interval's ends are the mean over the ends of the mean below."""
     over, under = np.array([2.0, 2.0, 2.0]), np.array([0.9, 1.0, 1.1])

@@ -232,9 +232,8 @@ def equivalent_gain(
     def found() -> Equivalent:
         near = _next_size(results, rung)
         here = paired(rung, [results.baseline, arm])
-        seeds = len(here[arm])
         other = paired(near, [results.baseline])[results.baseline]
-        if len(other) != seeds:
+        if near.arms[results.baseline].losses.keys() != rung.arms[arm].losses.keys():
             raise BadInput(f"rung {near.name} has other seeds finished than {rung.name}")
         sizes = {
             place.name: {

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from qurve.study.drawing import heatmap
 from qurve.study.page import pieces
 from qurve.study.page.build import page
 from qurve.study.page.pieces import Numbers, Section, picture
+from qurve.study.page.plots import PLOTS
 from qurve.study.page.sections import SECTIONS
 from qurve.study.results import load
 
@@ -45,6 +47,15 @@ def test_a_section_is_one_entry_and_one_function(undrawn, results):
     own = [section.title for section in SECTIONS if section.title not in OF_MAPS]
     assert titles == [own[0], "Stability", *own[1:]]
     assert re.findall(r'<li><a href="#section-\d+">([^<]*)</a>', text) == titles
+
+
+def test_no_text_ends_the_element_that_holds_a_figures_numbers(undrawn, results, monkeypatch):
+    tree = {"a": "</script><script>alert(1)</script>", "b": "<!-- & -->", "c": "é\u2028"}
+    monkeypatch.setitem(PLOTS, "curves", lambda _: tree)
+    text = page(results)
+    held = re.search(r'<script type="application/json" data-plot="curves">(.*?)</script>', text, flags=re.DOTALL)[1]
+    assert json.loads(held) == tree
+    assert not set("<>&") & set(held)
 
 
 def test_every_figure_has_words_and_numbers_beside_it(undrawn, results):
