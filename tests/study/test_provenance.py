@@ -91,7 +91,7 @@ def test_a_single_run_is_the_nearest_preset_and_what_differs(tmp_path):
 def test_a_line_that_would_make_another_run_is_not_printed(lost, tmp_path, monkeypatch):
     """Whatever keeps a setting from taking: here, that one is lost on the way."""
     results = load(write_study(tmp_path, seeds=(4,)))
-    wanted = apply_settings(get("small/res-gelu"), ["model.query.width=32", "train.lr=0.003"])
+    wanted = apply_settings(get("small/res-gelu"), ["model.query.width=40", "train.lr=0.003"])
     assert single_run(*arm_of(results, wanted)) is not None
     monkeypatch.setattr(
         "qurve.study.provenance.apply_settings",
