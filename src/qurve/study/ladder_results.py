@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 FILE = "ladder.json"
 FORMAT = 1
-MACHINE = ("platform", "cpu", "gpu", "cores", "threads", "torch", "precision", "compiled", "device")
+MACHINE = ("platform", "cpu", "gpu", "cores", "threads", "torch", "precision", "compiled", "device", "commit")
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class LadderResults:
     baseline: str
     data_fingerprint: str
     rungs: tuple[RungResults, ...]
+    definition: dict[str, str] = field(default_factory=dict)
+    """Copies of the file that it comes from, and of what that imports: path in the folder -> sha256."""
 
     @property
     def arms(self) -> dict[str, str]:
@@ -140,7 +142,8 @@ def load_ladder(place: Path) -> LadderResults:
         if not all(baseline in rung.arms for rung in rungs):
             raise BadInput(f"a rung lacks the baseline {baseline!r}")
         names = (one_line(tree["name"]), one_line(tree["title"]), str(tree["command"]))
-        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs)
+        copies = {one_line(path): one_line(sha) for path, sha in tree.get("definition", {}).items()}
+        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs, copies)
     except OSError as error:
         raise BadInput(f"{file} cannot be read ({error.strerror})") from None
     except KeyError as error:
