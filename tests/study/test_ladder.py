@@ -204,6 +204,9 @@ def test_a_ladder_leaves_its_rungs_and_what_was_measured(made: tuple[Path, Ladde
     tree = json.loads((folder / FILE).read_text())
     assert tree["findings"]["gain_percent"]["2x32@0.03"]["res-gelu"]["n"] == 2
     assert {one["along"] for one in tree["findings"]["series"]} == {"size", "length"}
+    told = [line for line in lines(results) if ", loss along " in line]
+    assert all(("A / D^alpha over 2 lengths" in line) == (", loss along length" in line) for line in told)
+    assert all(("A / N^alpha over 2 sizes" in line) == (", loss along size" in line) for line in told)
 
 
 def test_the_same_call_goes_on_and_keeps_what_is_made(

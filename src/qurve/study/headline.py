@@ -44,8 +44,10 @@ def headline(results: StudyResults) -> Headline | None:
 
 
 def reservations(results: StudyResults) -> list[str]:
-    """What a sceptical reader should know first: the doubts, without that of an untuned rate where rates are mapped."""
-    return [doubt for doubt in doubts(results) if doubt != UNTUNED or not has_maps(results)]
+    """What a sceptical reader should know first: the doubts, without that of untuned rates where rates are mapped or
+    nothing but A/A arms is compared."""
+    is_tunable = bool(results.primary) and not has_maps(results)
+    return [doubt for doubt in doubts(results) if doubt != UNTUNED or is_tunable]
 
 
 def alarms(results: StudyResults) -> list[str]:

@@ -187,7 +187,7 @@ def rates_table(results: StudyResults, maps: Maps) -> Table:
 def claims_tables(results: StudyResults, maps: Maps) -> list[Table]:
     """What was published of stability, and what we infer from it, beside this study's maps."""
     found = judgements(results, dict(maps))
-    head = ["architecture", "× baseline's rate", "decay", "claim", "where", "seen", "seeds", "steps", "why"]
+    head = ["architecture", "× baseline's rate", "decay", "claim", "seen", "seeds", "steps", "why"]
     notes = [f"{NOTE} Scale: {scale_of(results)}. Rates are compared as multiples of the baseline's."]
     published = [_judged(results, one) for one in found if one.claim.standing != "our inference"]
     ours = [_judged(results, one) for one in found if one.claim.standing == "our inference"]
@@ -208,8 +208,7 @@ def _judged(results: StudyResults, one: Judgement) -> list[str]:
         label_of(results, claim.arm),
         f"{claim.multiple:.3g}",
         rate(claim.weight_decay),
-        f"{claim.says_in_words}: {claim.text}",
-        claim.source,
+        f"{claim.says_in_words}: {claim.text} ({claim.source})",
         one.verdict + disputed,
         str(one.seeds),
         NONE if one.steps is None else f"{one.steps:,}",

@@ -396,7 +396,7 @@ def lines(results: LadderResults) -> list[str]:
                 slope = _slope(gain_trend(results, one, arm), len(results.arms) - 1)
                 said.append(f"{label}, gain along {one.along} ({one.fixed}): {slope}.")
         for arm, label in results.arms.items():
-            said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm))}.")
+            said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm), one.along)}.")
         said.append(_published(results, one))
     if said:
         said.append(JUDGED)
@@ -429,14 +429,15 @@ def _slope(found: Trend | Unknown, arms: int) -> str:
     size = with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
     if found.p_holm is None:
         return f"{found.outcome}: {size}"
-    p = "p < 0.0001" if found.p_holm < 1e-4 else f"p = {found.p_holm:.4f}"
+    p = "p < 0.0001" if found.p_holm < 1e-4 else "p = 1" if found.p_holm == 1 else f"p = {found.p_holm:.4f}"
     return f"{found.outcome}: {size}, {p}" + (f" after Holm for {arms} arms" if arms > 1 else "")
 
 
-def _exponent(found: Fit | Unknown) -> str:
+def _exponent(found: Fit | Unknown, along: str) -> str:
     if isinstance(found, Unknown):
         return f"no exponent ({found.why})"
-    return f"exponent {with_interval(found.alpha, lambda x: plain(x, 3))}; {found.words}"
+    form = found.in_words() if along == "size" else found.in_words("D", "lengths")
+    return f"exponent {with_interval(found.alpha, lambda x: plain(x, 3))}; {form}"
 
 
 def _published(results: LadderResults, one: Series) -> str:

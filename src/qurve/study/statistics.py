@@ -367,8 +367,10 @@ def overall_verdict(results: StudyResults) -> str:
     if not results.others:
         return "There is no arm beside the baseline: nothing to compare."
     pairs = comparisons(results)
-    untuned = ["The arms' learning rates were not tuned by a recorded search."] if results.search is None else []
-    return " ".join([*verdicts(results, pairs), *scope(results, pairs), *untuned])
+    sentences = [*verdicts(results, pairs), *scope(results, pairs)]
+    if results.search is None and results.primary:
+        sentences.append("The arms' learning rates were not tuned by a recorded search.")
+    return " ".join(sentences)
 
 
 def verdicts(results: StudyResults, pairs: Sequence[Comparison]) -> list[str]:
