@@ -91,17 +91,24 @@ def test_no_alarm_where_there_is_none(
     assert overall_verdict(results).startswith(NONLINEAR["label"])
 
 
-def test_the_table_of_noise_has_the_a_a_arm_and_does_not_pool_it(tmp_path: Path) -> None:
+def test_the_table_of_noise_has_the_a_a_arm_and_pools_it(tmp_path: Path) -> None:
     with_it, wide = study(tmp_path / "one", (0.01, -0.01, 0.002)), study(tmp_path / "two", (0.1, -0.1, 0.2))
     tables = [noise_table(with_it), noise_table(wide)]
     assert all(table is not None for table in tables)
     rows = [{row[0]: row[1:] for row in table.rows} for table in tables if table is not None]
-    twin = "Twin (A/A: the baseline from other weights): differences"
+    twin = "Twin, the baseline from other weights: differences"
     assert rows[0][twin] != rows[1][twin]
-    assert rows[0]["all differences, pooled"] == rows[1]["all differences, pooled"]
-    said = next(note for note in tables[0].notes if note.startswith("Twin, of which any difference is noise"))
-    assert comparisons(with_it)[1].verdict in said
+    assert rows[0]["all differences, pooled"] != rows[1]["all differences, pooled"]
     alone = load(write_study(tmp_path / "three", (BASELINE, TWIN), search=False))
     table = noise_table(alone)
     assert table is not None
     assert [row[0] for row in table.rows] == ["Baseline: its losses", twin]
+    assert table.notes[-1].startswith("By this noise, to see 0.2 % takes ")
+
+
+def test_an_a_a_arm_alone_has_its_verdict_on_the_page(undrawn: None, tmp_path: Path) -> None:
+    results = load(write_study(tmp_path, (BASELINE, TWIN), search=False))
+    (pair,) = comparisons(results)
+    top = page(results).partition("<nav")[0]
+    assert pair.verdict.partition(" (")[0].lower() in top.lower()
+    assert pair.verdict.partition(" (")[0] in markdown(results)

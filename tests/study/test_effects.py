@@ -56,7 +56,7 @@ PAPERS = {"baseline": BASE, "wide": [0.9906 * x for x in BASE], "new": [0.976 * 
 def test_gains_are_the_statistics_own_with_intervals_that_hold_them(tmp_path: Path) -> None:
     results = load(write_study(tmp_path, THREE_ARMS))
     for one in results.others:
-        found, pair = effect(results, one), compare(results, one)
+        found, pair = effect(results, one, sized_baselines(results)), compare(results, one)
         for gain, value in ((found.dll_percent, pair.dll_percent), (found.dppx_percent, pair.dppx_percent)):
             assert isinstance(gain, Estimate)
             assert gain.value == pytest.approx(value)

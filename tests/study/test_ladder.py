@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import html
 import json
 import shutil
 from pathlib import Path
@@ -184,6 +186,9 @@ def test_a_ladder_leaves_its_rungs_and_what_was_measured(made: tuple[Path, Ladde
     tree = json.loads((folder / FILE).read_text())
     assert tree["findings"]["gain_percent"]["2x32@0.03"]["res-gelu"]["n"] == 2
     assert {one["along"] for one in tree["findings"]["series"]} == {"size", "length"}
+    told = [line for line in lines(results) if ", loss along " in line]
+    assert all(("A / D^alpha over 2 lengths" in line) == (", loss along length" in line) for line in told)
+    assert all(("A / N^alpha over 2 sizes" in line) == (", loss along size" in line) for line in told)
 
 
 def test_the_same_call_goes_on_and_keeps_what_is_made(
@@ -263,7 +268,20 @@ def test_the_command_makes_a_ladder_and_says_what_came_out(
     told = words(done.err)
     assert "other, gain along size (0.03 tokens per parameter): no verdict: it takes 3 seeds at each rung, and " in told
     assert "Published over parameters: 0.076 (Kaplan et al. 2020" in told
-    assert load_ladder(tmp_path / "out").name == "mine"
+    made = load_ladder(tmp_path / "out")
+    assert made.name == "mine"
+    copy = tmp_path / "out" / "definition" / "mine.py"
+    assert copy.read_bytes() == file.read_bytes()
+    assert made.definition == {"definition/mine.py": hashlib.sha256(file.read_bytes()).hexdigest()}
+    kept = f"# definition/mine.py in the ladder's folder, sha256 {made.definition['definition/mine.py']}"
+    for report in ("report.html", "report.md"):
+        assert kept in html.unescape((tmp_path / "out" / "report" / report).read_text(encoding="utf-8"))
+
+    file.unlink()  # whoever has the folder alone can make it again, in the same place
+    again = call("study", "ladder", copy, "--out", tmp_path / "out", "--data", data_folder, "--workers", 1, "--json")
+    assert again.code == 0, again.err
+    assert again.json["definition"] == made.definition
+    assert "2 of 2 runs are made already and kept" in words(again.err)
 
 
 def test_a_ladder_takes_a_pool_and_settings(data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_a_study_of_maps_has_maps_sensitivities_and_claims_first(tmp_path):
     first, _, by_arm = text.partition("<details><summary>Arm by arm</summary>\n\n")
     for table in (
         *(map_table(results, map_) for map_ in maps.values()),
-        rates_table(maps),
+        rates_table(results, maps),
         *claims_tables(results, maps),
     ):
         assert holds(first, table)

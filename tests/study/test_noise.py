@@ -77,6 +77,24 @@ def test_a_studys_noise_is_of_its_finished_and_paired_runs(tmp_path: Path):
     assert noise_floor(load(write_study(tmp_path / "apart", TWO, finals=finals, fates=fates))).arms == ()
 
 
+def test_an_a_a_arm_is_noise_and_an_arm_at_the_baselines_point_is_another_question(tmp_path: Path):
+    """Known by hand: the deviations of (1, -1, 1) and (3, -3, 0) hundredths, pooled; of (90, -90, 0) nothing."""
+    twin, matched = arm("a-a", "A/A", seed_offset=1000), arm("new@baseline", "New, there", matched="new")
+    apart = {"new": (0.01, -0.01, 0.01), "a-a": (0.03, -0.03, 0.0), "new@baseline": (0.9, -0.9, 0.0)}
+    finals = {("baseline", seed): 3.0 + seed / 10 for seed in (1, 2, 3)}
+    finals |= {(n, seed): finals["baseline", seed] + of[seed - 1] for n, of in apart.items() for seed in (1, 2, 3)}
+    folder = write_study(tmp_path / "study", (*TWO, twin, matched), finals=finals, search=False)
+    file = tmp_path / "evidence.json"
+    file.write_text(evidence_json(load(folder)))
+    for known in (known_from(folder), known_from(file)):
+        floor = known.floor
+        assert ([one.arm for one in floor.arms], [one.arm for one in floor.a_a]) == (["new"], ["a-a"])
+        assert floor.a_a[0].differences.value == pytest.approx(0.03)
+        assert floor.differences.value == pytest.approx(math.sqrt((0.04 / 3 + 0.09) / 2) / 10)
+        assert floor.differences.n == 3
+        assert "new@baseline" in known.speeds
+
+
 # ------------------------------------------------------------------------------------------------------------- evidence
 
 

@@ -83,13 +83,17 @@ def test_intervals_cover_as_often_as_they_say(E: float, sizes: tuple[float, ...]
 
 
 def test_few_sizes_or_no_floor_leave_it_fixed_and_say_so() -> None:
-    assert fit_power_law(planted(0.1, sizes=SIZES[:3])).words == (
+    assert fit_power_law(planted(0.1, sizes=SIZES[:3])).in_words() == (
         "L = A / N^alpha over 3 sizes (a floor E is fitted from 4 on)"
     )
-    assert fit_power_law(planted(0.1, 2.0), floor=2.0).words.startswith("L = 2 + A / N^alpha, that floor given")
+    assert fit_power_law(planted(0.1, 2.0), floor=2.0).in_words().startswith("L = 2 + A / N^alpha, that floor given")
     bent = {size: [5 - 0.3 * math.log10(size) ** 1.2] for size in SIZES}  # falls ever faster: no floor above zero
     fit = fit_power_law(bent)
-    assert (fit.E, fit.floor_is_fitted, fit.words) == (0, False, "L = A / N^alpha over 5 sizes, which show no floor")
+    assert (fit.E, fit.floor_is_fitted, fit.in_words()) == (
+        0,
+        False,
+        "L = A / N^alpha over 5 sizes, which show no floor",
+    )
 
 
 def test_two_points_give_a_curve_and_no_interval() -> None:

@@ -294,7 +294,14 @@ def study_ladder(
     command = " ".join(["qurve", *sys.argv[1:]])
     with data_in(folder, config) as opened:
         results, failed = run_ladder(
-            wanted, folder, opened, command=command, say=plain(console), workers=workers, pool=pool
+            wanted,
+            folder,
+            opened,
+            command=command,
+            definition=Path(ladder) if ladder.endswith(".py") else None,
+            say=plain(console),
+            workers=workers,
+            pool=pool,
         )
     _show_ladder(results, write_report(folder), console, as_json)
     console.print(f"evidence: {folder / FILE}", markup=False, highlight=False, soft_wrap=True)

@@ -86,11 +86,12 @@ class Effect:
 
 def effects(results: StudyResults) -> list[Effect]:
     """The effect of every arm but the baseline."""
-    return [effect(results, arm) for arm in results.others]
+    sized = sized_baselines(results)
+    return [effect(results, arm, sized) for arm in results.others]
 
 
-def effect(results: StudyResults, arm: Arm) -> Effect:
-    """The effect of `arm` against the study's baseline."""
+def effect(results: StudyResults, arm: Arm, sized: Sequence[Arm]) -> Effect:
+    """The effect of `arm` against the study's baseline; `sized` are its `sized_baselines`."""
     reason = not_comparable(results, arm)
     seeds = shared_seeds(results, [arm]) if reason is None else ()
     if not seeds:
@@ -106,8 +107,8 @@ def effect(results: StudyResults, arm: Arm) -> Effect:
         dppx_percent=_falling(difference, lambda nats: relative_gains(mean + nats, mean)[1]),
         bits_per_byte=asked(lambda: _per_byte(results, difference)),
         saved=asked(lambda: saved(results, arm, seeds)),
-        parameters=asked(lambda: equivalent_gain(results, arm, "params")),
-        compute=asked(lambda: equivalent_gain(results, arm, "flops")),
+        parameters=asked(lambda: equivalent_gain(results, arm, "params", sized)),
+        compute=asked(lambda: equivalent_gain(results, arm, "flops", sized)),
     )
 
 
@@ -299,21 +300,23 @@ def sized_baselines(results: StudyResults) -> list[Arm]:
     ]
 
 
-def equivalent_gain(results: StudyResults, arm: Arm, quantity: Literal["params", "flops"]) -> Equivalent:
+def equivalent_gain(
+    results: StudyResults, arm: Arm, quantity: Literal["params", "flops"], sized: Sequence[Arm]
+) -> Equivalent:
     """How much larger the baseline would have to be for the arm's loss, in non-embedding parameters or training FLOPs.
 
-    Its rate is that of the study's baselines of another size, over the seeds that they share with it; where two have
-    one size (an MLP at two rates), the better one, which favours the baseline. All train on the same number of tokens.
-    Raises `BadInput` as `scaling.equivalent` does.
+    Its rate is that of the study's baselines of another size (`sized`), over the seeds that they share with it; where
+    two have one size (an MLP at two rates), the better one, which favours the baseline. All train on the same number of
+    tokens. Raises `BadInput` as `scaling.equivalent` does.
     """
     base = results.baseline
     size = {one.name: _size(one, quantity) / _size(base, quantity) for one in results.arms}
     others = [
         other
-        for other in sized_baselines(results)
+        for other in sized
         if other.name != arm.name and not other.unfinished and not_comparable(results, other) is None
     ]
-    if not others and arm in sized_baselines(results):
+    if not others and arm in sized:
         raise BadInput("it is itself the only baseline of another size here, which every other arm is measured by")
     best: dict[float, Arm] = {}
     for other in sorted(others, key=lambda one: one.final_loss or math.inf):

@@ -23,6 +23,8 @@ def evidence_json(results: StudyResults) -> str:
         "split": results.split,
         "verdict": overall_verdict(results),
         "rows": summary_rows(results),
+        "a_a": [arm.name for arm in results.others if arm.seed_offset],
+        "matched": [arm.name for arm in results.matched],
         "configs": {arm.name: arm.config for arm in results.arms},
         "runs": [_run(run) for run in results.runs],
     }

@@ -1,11 +1,12 @@
 """What stands on top of a report: a false alarm where there is one, then one verdict in words, and one number with its
-interval."""
+interval; of a study of maps, what they show."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qurve.study.results import Arm, StudyResults
+from qurve.study.holds import grids, has_maps, said_of_maps
+from qurve.study.results import UNTUNED, Arm, StudyResults, doubts
 from qurve.study.statistics import Comparison, comparisons, is_alarm
 from qurve.study.tables import signed
 
@@ -18,11 +19,16 @@ class Headline:
     """None where several arms have no verdict: no single number stands for them."""
     caveat: str
     """That the arm was picked among several, where it was; else empty."""
+    more: tuple[str, ...] = ()
+    """Sentences that go on where the words end."""
 
 
 def headline(results: StudyResults) -> Headline | None:
-    """Of the arm with the lowest difference among the study's own that have a verdict; None where the baseline is
-    alone."""
+    """Of the arm with the lowest difference among the study's own that have a verdict; of a study of maps, what they
+    show of where training holds. None where the baseline is alone."""
+    if maps := grids(results):
+        words, more = said_of_maps(results, maps)
+        return Headline(words, None, None, "", tuple(more))
     found = {pair.arm: pair for pair in comparisons(results)}
     pairs = [(arm, found[arm.name]) for arm in results.primary]
     if not pairs:
@@ -35,6 +41,13 @@ def headline(results: StudyResults) -> Headline | None:
         f"The lowest of {len(decided)} arms: the verdict is corrected for {len(pairs)} (Holm), its interval is not."
     )
     return Headline(f"{arm.label}: {pair.verdict}.", arm, pair, caveat if len(decided) > 1 else "")
+
+
+def reservations(results: StudyResults) -> list[str]:
+    """What a sceptical reader should know first: the doubts, without that of untuned rates where rates are mapped or
+    nothing but A/A arms is compared."""
+    is_tunable = bool(results.primary) and not has_maps(results)
+    return [doubt for doubt in doubts(results) if doubt != UNTUNED or is_tunable]
 
 
 def alarms(results: StudyResults) -> list[str]:

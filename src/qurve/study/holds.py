@@ -31,17 +31,23 @@ from qurve.study.worth import Table
 
 Maps = Mapping[str, Map]
 
+HOLD, FAIL, PLATEAU, UNTESTED = "Hold here", "Fail here", "End on a plateau", "Not tested"
+FOUND: Mapping[str, tuple[str, ...]] = {
+    HOLD: ("holds here", "seen here"),
+    FAIL: ("does not hold here (diverged)", "not seen here"),
+    PLATEAU: ("plateau here",),
+    UNTESTED: ("not tested: shorter", "not run"),
+}
+"""What a headline says of claims, and the verdicts that are said so."""
+
 RULE = (
-    f"stable: every seed finished, at most {WORSE:g} nats per token above the best loss, or slower at a rate below the "
+    f"Stable: every seed finished, at most {WORSE:g} nats per token above the best loss, or slower at a rate below the "
     "best one at its decay; else a plateau, which is no divergence"
 )
 
 
 def has_maps(results: StudyResults) -> bool:
-    """Whether the study is one of maps: some architecture has every rate at every decay, two of each at least.
-
-    Asked of the arms alone, so that no run is read for it.
-    """
+    """Whether the study is one of maps: some architecture has every rate at every decay, two of each at least."""
     if not any(arm.matched is None and "@" in arm.name for arm in results.arms):
         return False
     points: dict[str, list[tuple[object, object]]] = {}
@@ -65,6 +71,71 @@ def grids(results: StudyResults) -> Maps:
 def _is_whole(points: Collection[tuple[object, object]]) -> bool:
     rates, decays = ({point[place] for point in points} for place in (0, 1))
     return min(len(rates), len(decays)) >= 2 and len(set(points)) == len(rates) * len(decays)
+
+
+def said_of_maps(results: StudyResults, maps: Maps) -> tuple[str, list[str]]:
+    """What the maps show of the published claims in one sentence, and in a few more which they are, how far up each
+    architecture is stable, and for what all this holds."""
+    found = [
+        one
+        for one in judgements(results, dict(maps))
+        if one.claim.arm in maps and one.claim.standing != "our inference"
+    ]
+    said = {words: [one for one in found if one.verdict in verdicts] for words, verdicts in FOUND.items()}
+    counts = {words: len(those) for words, those in said.items()}
+    lead = (
+        f"Of {len(found)} published claims of stability {_many(counts[HOLD], 'holds', 'hold')} here, "
+        f"{_many(counts[FAIL], 'fails', 'fail')}, {_many(counts[PLATEAU], 'ends', 'end')} on a plateau, which is "
+        f"neither, and {_many(counts[UNTESTED], 'is', 'are')} not tested."
+        if found
+        else "No published claim is of an architecture that is mapped here."
+    )
+    sentences = [
+        f"{words}: {'; '.join(_claim(results, one) for one in those)}." for words, those in said.items() if those
+    ]
+    if sentences:
+        sentences[0] += " Rates are multiples of the baseline's."
+    largest = "; ".join(f"{label_of(results, name)} {_span(map_)}" for name, map_ in maps.items())
+    sentences.append(f"Largest rate up to which every one tried is stable, over the decays: {largest}.")
+    sentences.append(_diverged(results, maps))
+    seeds = (
+        "one seed a point, so each is seen once and not tested"
+        if len(results.seeds) == 1
+        else f"{len(results.seeds)} seeds a point"
+    )
+    return lead, [*sentences, f"At {scale_of(results)}; {seeds}."]
+
+
+def _many(count: int, one: str, more: str) -> str:
+    return f"{count or 'none'} {more if count > 1 else one}"
+
+
+def _claim(results: StudyResults, one: Judgement) -> str:
+    claim = one.claim
+    says = "stable" if claim.says == "stable" else "diverging"
+    disputed = " (the sources do not agree)" if claim.standing == "disputed" else ""
+    place = f"{claim.multiple:.3g} ×, decay {rate(claim.weight_decay)}"
+    return f"{label_of(results, claim.arm)} {says} at {place}{disputed}"
+
+
+def _span(map_: Map) -> str:
+    """The largest stable rate at the decay where it is smallest, and where it is largest."""
+    found = [map_.largest_stable(decay) for decay in map_.decays]
+    low, high = (pick(found, key=lambda lr: lr or 0.0) for pick in (min, max))
+    ends = ["none" if lr is None else rate(lr) for lr in (low, high)]
+    return ends[0] if low == high else " to ".join(ends)
+
+
+def _diverged(results: StudyResults, maps: Maps) -> str:
+    largest = max(map_.rates[-1] for map_ in maps.values())
+    counts = {name: sum(cell.diverged > 0 for cell in map_.cells.values()) for name, map_ in maps.items()}
+    if not any(counts.values()):
+        return f"Nothing diverged, up to the largest rate tried, {rate(largest)}."
+    return (
+        "Points where a seed diverged: "
+        + "; ".join(f"{label_of(results, name)} {count} of {len(maps[name].cells)}" for name, count in counts.items())
+        + "."
+    )
 
 
 def label_of(results: StudyResults, name: str) -> str:
@@ -94,7 +165,7 @@ def _cell(map_: Map, cell: Cell) -> str:
     return ", ".join(said)
 
 
-def rates_table(maps: Maps) -> Table:
+def rates_table(results: StudyResults, maps: Maps) -> Table:
     """How far up training holds in each map, and how much the rate matters."""
     rows = []
     for name, map_ in maps.items():
@@ -104,9 +175,9 @@ def rates_table(maps: Maps) -> Table:
                 ("none" if lr is None else rate(lr)) + (" (the largest tried)" if lr == map_.rates[-1] else "")
                 for lr in largest
             ]
-            rows.append([name, rate(decay), *words, plain(map_.sensitivity(decay), 4)])
+            rows.append([label_of(results, name), rate(decay), *words, plain(map_.sensitivity(decay), 4)])
     notes = [
-        f"By the rule: {RULE}. Sensitivity: mean over the rates tried of min(L, L at the start) − min L, in nats per "
+        f"{RULE}. Sensitivity: mean over the rates tried of min(L, L at the start) − min L, in nats per "
         "token; compare it over the same rates alone (Wortsman et al., arXiv 2309.14322)."
     ]
     head = ["architecture", "decay", "largest stable rate", "largest without divergence", "sensitivity to the rate"]
@@ -116,12 +187,13 @@ def rates_table(maps: Maps) -> Table:
 def claims_tables(results: StudyResults, maps: Maps) -> list[Table]:
     """What was published of stability, and what we infer from it, beside this study's maps."""
     found = judgements(results, dict(maps))
-    head = ["architecture", "× baseline's rate", "decay", "claim", "where", "seen", "seeds", "steps", "why"]
+    head = ["architecture", "× baseline's rate", "decay", "claim", "seen", "seeds", "steps", "why"]
     notes = [f"{NOTE} Scale: {scale_of(results)}. Rates are compared as multiples of the baseline's."]
-    published = [_judged(one) for one in found if one.claim.standing != "our inference"]
-    ours = [_judged(one) for one in found if one.claim.standing == "our inference"]
+    published = [_judged(results, one) for one in found if one.claim.standing != "our inference"]
+    ours = [_judged(results, one) for one in found if one.claim.standing == "our inference"]
     inferred = (
-        "Nobody published these: they are inferences from the above, and what is seen of them says nothing of it."
+        "Nobody published these: they are inferences from the above, and whatever is seen of them says nothing of the "
+        "paper."
     )
     return [
         Table("What was published, and what is seen here", head, published, notes),
@@ -129,15 +201,14 @@ def claims_tables(results: StudyResults, maps: Maps) -> list[Table]:
     ]
 
 
-def _judged(one: Judgement) -> list[str]:
+def _judged(results: StudyResults, one: Judgement) -> list[str]:
     claim = one.claim
     disputed = " (the sources do not agree)" if claim.standing == "disputed" else ""
     return [
-        claim.arm,
+        label_of(results, claim.arm),
         f"{claim.multiple:.3g}",
         rate(claim.weight_decay),
-        f"{claim.says_in_words}: {claim.text}",
-        claim.source,
+        f"{claim.says_in_words}: {claim.text} ({claim.source})",
         one.verdict + disputed,
         str(one.seeds),
         NONE if one.steps is None else f"{one.steps:,}",
@@ -149,7 +220,7 @@ def smoothness_table(results: StudyResults) -> Table | None:
     """Spikes of the gradient norm and, where they were recorded, the largest attention logits, arm by arm."""
     rows = []
     for arm in results.arms:
-        endings = [ending_of(results, arm, run) for run in arm.runs.values()]
+        endings = [ending_of(arm, run) for run in arm.runs.values()]
         found = [one for one in endings if one.spikes is not None or one.max_logit is not None]
         if found:
             rows.append([arm.label, str(len(found)), *_smoothness(found)])
@@ -158,7 +229,7 @@ def smoothness_table(results: StudyResults) -> Table | None:
     notes = [
         f"A spike is a step whose gradient norm exceeds {SPIKE:g} times the median of the {SPIKE_WINDOW} steps before "
         f"it; the first {SPIKE_WINDOW} steps are not judged. Largest logit: of any block at any evaluation and seed, "
-        f"before the softmax; {NONE} where none was recorded (`--set eval.attention_logits=true`)."
+        f"before the softmax; {NONE} where none was recorded (--set eval.attention_logits=true)."
     ]
     head = ["arm", "runs", "spikes a run, mean", "most in a run", "largest attention logit"]
     return Table("How smoothly it trained", head, rows, notes)

@@ -1,6 +1,7 @@
 """The ladder: the same arms at several sizes, and at several lengths of training. Does a gain grow or shrink?
 
     ladder.json               what was measured, small enough to keep; `load_ladder` reads it alone
+    definition/               the file that it comes from, as a study keeps its own (`qurve.study.source`)
     rungs/<rung>/             one study each: a size with a length, every arm with every seed
 
 Each rung trains full schedules of `tokens_per_parameter` times the baseline's non-embedding parameters, so that no
@@ -23,6 +24,8 @@ from qurve.study.definition import LABELS, Arm, Study, defined
 from qurve.study.execute import Say, run_study
 from qurve.study.jobs import resolved
 from qurve.study.ladder_results import FILE, LadderResults, load_ladder, measured, to_json
+from qurve.study.source import FOLDER as DEFINITION
+from qurve.study.source import keep, kept
 from qurve.train.config import RunConfig
 
 TOKENS_PER_PARAMETER = 20.0
@@ -166,17 +169,28 @@ def at_length(config: RunConfig, tokens: float) -> RunConfig:
 
 
 def run_ladder(
-    wanted: Ladder, folder: Path, data: TokenData, *, command: str, say: Say = print, **options: Any
+    wanted: Ladder,
+    folder: Path,
+    data: TokenData,
+    *,
+    command: str,
+    definition: Path | None = None,
+    say: Say = print,
+    **options: Any,
 ) -> tuple[LadderResults, dict[str, str]]:
     """Make every rung below `folder`, or the rest of what was begun, and write `ladder.json` after each.
 
-    `options` are `run_study`'s (workers, cluster, retries, pool). Returns what was measured, and the name and reason of
-    each run that failed. Raises `BadInput`, before anything is made, when the folder holds another ladder or some rung
-    cannot be trained on this machine (on a cluster: when its turn comes).
+    The file that the ladder comes from, its `definition`, is kept in the folder. `options` are `run_study`'s (workers,
+    cluster, retries, pool). Returns what was measured, and the name and reason of each run that failed. Raises
+    `BadInput`, before anything is made, when the folder holds another ladder or some rung cannot be trained on this
+    machine (on a cluster: when its turn comes).
     """
     refuse_foreign(folder, wanted.name)
     if options.get("cluster") is None:
         resolved([arm.config for rung in wanted.rungs for arm in rung.study.arms], 1, str(data.folder))
+    if definition is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        keep(definition, folder)
     failed: dict[str, str] = {}
     for place, rung in enumerate(wanted.rungs, 1):
         say(f"rung {place} of {len(wanted.rungs)}: {rung.study.title}")
@@ -197,7 +211,7 @@ def refuse_foreign(folder: Path, name: str) -> None:
     found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
     if FILE in found and (there := load_ladder(folder).name) != name:
         raise BadInput(f"{folder} holds the ladder {there!r}; give another --out")
-    if found - {"data", "rungs", "report", FILE}:
+    if found - {"data", "rungs", "report", FILE, DEFINITION}:
         raise BadInput(f"{folder} holds something that is not a ladder; give another --out")
 
 
@@ -219,7 +233,8 @@ def _results(wanted: Ladder, folder: Path, data: TokenData, command: str) -> Lad
         for rung in begun
     )
     baseline = wanted.rungs[0].study.baseline
-    return LadderResults(wanted.name, wanted.title, command, baseline, data.fingerprint, rungs, tuple(missing))
+    names = (wanted.name, wanted.title, command, baseline, data.fingerprint)
+    return LadderResults(*names, rungs, tuple(missing), kept(folder))
 
 
 # ------------------------------------------------------------------------------------------------------------ built in

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 FILE = "ladder.json"
 FORMAT = 1
-MACHINE = ("platform", "cpu", "gpu", "cores", "threads", "torch", "precision", "compiled", "device")
+MACHINE = ("platform", "cpu", "gpu", "cores", "threads", "torch", "precision", "compiled", "device", "commit")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class LadderResults:
     rungs: tuple[RungResults, ...]
     not_begun: tuple[str, ...] = ()
     """Rungs of the ladder that have no run yet."""
+    definition: dict[str, str] = field(default_factory=dict)
+    """Copies of the file that it comes from, and of what that imports: path in the folder -> sha256."""
 
     @property
     def arms(self) -> dict[str, str]:
@@ -144,7 +146,8 @@ def load_ladder(place: Path) -> LadderResults:
             raise BadInput(f"a rung lacks the baseline {baseline!r}")
         names = (one_line(tree["name"]), one_line(tree["title"]), str(tree["command"]))
         not_begun = tuple(one_line(rung) for rung in tree.get("not_begun", ()))
-        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs, not_begun)
+        copies = {one_line(path): one_line(sha) for path, sha in tree.get("definition", {}).items()}
+        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs, not_begun, copies)
     except OSError as error:
         raise BadInput(f"{file} cannot be read ({error.strerror})") from None
     except KeyError as error:
@@ -408,7 +411,7 @@ def lines(results: LadderResults) -> list[str]:
             if arm != results.baseline:
                 said.append(f"{label}, gain along {one.along} ({one.fixed}): {_slope(results, one, arm)}.")
         for arm, label in results.arms.items():
-            said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm))}.")
+            said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm), one.along)}.")
         said.append(_published(results, one))
     if said:
         said.append(JUDGED)
@@ -445,14 +448,15 @@ def _slope(results: LadderResults, one: Series, arm: str) -> str:
     if (why := undecided(results, one, arm)) is not None:
         return f"{why}; {size}"
     assert found.p_holm is not None  # three seeds at each of two rungs leave degrees of freedom
-    p = "p < 0.0001" if found.p_holm < 1e-4 else f"p = {found.p_holm:.4f}"
+    p = "p < 0.0001" if found.p_holm < 1e-4 else "p = 1" if found.p_holm == 1 else f"p = {found.p_holm:.4f}"
     return f"{found.outcome}: {size}, {p}" + (f" after Holm for {arms} arms" if arms > 1 else "")
 
 
-def _exponent(found: Fit | Unknown) -> str:
+def _exponent(found: Fit | Unknown, along: str) -> str:
     if isinstance(found, Unknown):
         return f"no exponent ({found.why})"
-    return f"exponent {with_interval(found.alpha, lambda x: plain(x, 3))}; {found.words}"
+    form = found.in_words() if along == "size" else found.in_words("D", "lengths")
+    return f"exponent {with_interval(found.alpha, lambda x: plain(x, 3))}; {form}"
 
 
 def _published(results: LadderResults, one: Series) -> str:

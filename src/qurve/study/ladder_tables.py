@@ -19,6 +19,7 @@ from qurve.study.ladder_results import (
     percent,
 )
 from qurve.study.markdown import block, escaped, in_words
+from qurve.study.provenance import made_by
 from qurve.study.tables import NONE, plain, signed, signed_change, tex_escape, with_interval
 from qurve.study.worth import Table
 
@@ -122,6 +123,12 @@ def _beside(is_base: bool, value: float | None, reference: float | None, text: s
 # --------------------------------------------------------------------------------------------------------------- files
 
 
+def ladder_commands(results: LadderResults) -> list[str]:
+    """What makes the ladder again, in a clone of the code."""
+    commits = {rung.machine.get("commit") for rung in results.rungs}
+    return made_by(commits, results.definition, results.command, "ladder")
+
+
 def markdown(results: LadderResults) -> str:
     """`report.md` of a ladder, for a pull request."""
     said = lines(results)
@@ -131,7 +138,14 @@ def markdown(results: LadderResults) -> str:
         text += ["", *in_words(table)]
     text += ["", "### What the rungs say together", ""]
     text += [f"- {escaped(words)}" for words in said if words not in first]
-    text += ["", "### How to reproduce", "", *block([results.command]), "", f"- data: {results.data_fingerprint}"]
+    text += [
+        "",
+        "### How to reproduce",
+        "",
+        *block(ladder_commands(results)),
+        "",
+        f"- data: {results.data_fingerprint}",
+    ]
     return "\n".join(text) + "\n"
 
 

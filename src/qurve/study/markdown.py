@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables, search_table
-from qurve.study.headline import alarms, headline
+from qurve.study.headline import alarms, headline, reservations
 from qurve.study.holds import claims_tables, grids, map_table, rates_table, smoothness_table
 from qurve.study.provenance import commands, provenance
-from qurve.study.results import Arm, StudyResults, doubts
+from qurve.study.results import Arm, StudyResults
 from qurve.study.settings import changed_settings
-from qurve.study.statistics import overall_verdict, summary_rows
+from qurve.study.statistics import comparisons, overall_verdict, scope, summary_rows, verdicts
 from qurve.study.worth import Table, costs_table, gains_table, noise_table, savings_table
 
 P_HEAD = ("p", "p Holm", "p sign-flip")
@@ -44,7 +44,7 @@ def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Se
             f"{escaped(arm.label)} {escaped(arm.paper.get('val_loss', tables.NONE))}" for arm in papers if arm.paper
         )
         lines += ["", f"The paper, as printed, at another scale (not to be compared): {', '.join(printed)}."]
-    if found := doubts(results):
+    if found := reservations(results):
         lines += ["", "### Before you believe it", "", *(f"- {escaped(doubt)}" for doubt in found)]
     if other is not None:
         head = ("arm", "n", "loss here", "loss there", "diff [95 %]", "p", "p Holm", "in words", "there → here")
@@ -70,7 +70,11 @@ def _maps(results: StudyResults) -> list[str]:
     maps = grids(results)
     if not maps:
         return []
-    tables_ = [*(map_table(results, map_) for map_ in maps.values()), rates_table(maps), *claims_tables(results, maps)]
+    tables_ = [
+        *(map_table(results, map_) for map_ in maps.values()),
+        rates_table(results, maps),
+        *claims_tables(results, maps),
+    ]
     return [line for table in tables_ for line in ("", *in_words(table))]
 
 
@@ -130,13 +134,16 @@ def in_words(table: Table) -> list[str]:
 
 def _top(results: StudyResults) -> list[str]:
     top, lines = headline(results), [f"> **{escaped(alarm)}**\n" for alarm in alarms(results)]
-    if top is None:
+    if not results.others:
         return [*lines, escaped(overall_verdict(results)), ""]
-    lines += [f"**{escaped(top.words)}**", ""]
-    if top.pair is not None and top.pair.diff is not None:
+    if top is not None:
+        lines += [f"**{escaped(top.words)}**", ""]
+        lines += [*(f"- {escaped(sentence)}" for sentence in top.more), ""] if top.more else []
+    if top is not None and top.pair is not None and top.pair.diff is not None:
         number = _interval(top.pair.diff, top.pair.low, top.pair.high)
         lines += [f"**{escaped(number)}** nats per token, n = {top.pair.n}. {top.caveat}".rstrip(), ""]
-    return [*lines, escaped(overall_verdict(results)), ""]
+    pairs = comparisons(results)
+    return [*lines, escaped(" ".join([*verdicts(results, pairs), *scope(results, pairs)])), ""]
 
 
 def _cells(results: StudyResults, arm: Arm, row: dict[str, object]) -> list[str]:

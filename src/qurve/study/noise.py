@@ -6,19 +6,18 @@ per token.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qurve.errors import BadInput
 from qurve.study.paired import deviation_interval
-from qurve.study.results import Arm, StudyResults, load
+from qurve.study.results import StudyResults, load
 from qurve.study.study_json import check_plain
 
 Losses = Mapping[str, Mapping[int, float]]
@@ -47,7 +46,7 @@ class PairedNoise:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """`baseline` is of its losses over the seeds, unpaired; `differences` pools those of the arms.
+    """`baseline` is of its losses over the seeds, unpaired; `differences` pools those of the arms and of the A/A arms.
 
     The arms share the baseline's runs, so the pooled interval counts the seeds of one arm, not those of all.
     """
@@ -57,22 +56,20 @@ class NoiseFloor:
     arms: tuple[PairedNoise, ...]
     differences: Deviation | None
     a_a: tuple[PairedNoise, ...] = ()
-    """Of the A/A arms, which are the baseline from other weights: no part of the pool."""
+    """Of the A/A arms, which are the baseline from other weights: whatever they differ by is noise."""
 
 
 def noise_floor(results: StudyResults) -> NoiseFloor | None:
     """The noise floor of a study's finished runs; None with fewer than two of the baseline's.
 
     Arms that did not see the baseline's batches are left out, and so are those with fewer than two seeds in common.
+    Those at the baseline's point are out too: they are the same architectures once more, at a point that may not suit
+    them, and it is the study's own comparison whose noise is asked for.
     """
-    base = results.baseline
-
-    def floor(arms: list[Arm]) -> NoiseFloor | None:
-        paired = [arm for arm in arms if results.batches.difference_of(arm.name, base.name) is None]
-        return floor_of({arm.name: final_losses(arm.runs) for arm in (base, *paired)}, base.name)
-
-    found, twins = floor(results.primary), floor([arm for arm in results.others if arm.seed_offset])
-    return None if found is None or twins is None else dataclasses.replace(found, a_a=twins.arms)
+    base, a_a = results.baseline, [arm for arm in results.others if arm.seed_offset]
+    paired = [arm for arm in (*results.primary, *a_a) if results.batches.difference_of(arm.name, base.name) is None]
+    losses = {arm.name: final_losses(arm.runs) for arm in (base, *paired)}
+    return floor_of(losses, base.name, [arm.name for arm in a_a])
 
 
 def final_losses(runs: Mapping[int, Any]) -> dict[int, float]:
@@ -80,8 +77,8 @@ def final_losses(runs: Mapping[int, Any]) -> dict[int, float]:
     return {seed: run.final_loss for seed, run in runs.items() if run.final_loss is not None}
 
 
-def floor_of(losses: Losses, baseline: str) -> NoiseFloor | None:
-    """The noise floor of bare losses, paired by seed with the arm `baseline`."""
+def floor_of(losses: Losses, baseline: str, a_a: Collection[str] = ()) -> NoiseFloor | None:
+    """The noise floor of bare losses, paired by seed with the arm `baseline`; `a_a` names the A/A arms among them."""
     base = losses[baseline]
     if len(base) < 2:
         return None
@@ -97,7 +94,8 @@ def floor_of(losses: Losses, baseline: str) -> NoiseFloor | None:
         value = math.hypot(*(math.sqrt((one.differences.n - 1) / freedom) * one.differences.value for one in found))
         n = max(one.differences.n for one in found)
         pooled = Deviation(value, *deviation_interval(value, n), n)
-    return NoiseFloor(statistics.fmean(base.values()), _deviation(list(base.values())), tuple(found), pooled)
+    arms, twins = (tuple(one for one in found if (one.arm in a_a) == is_twin) for is_twin in (False, True))
+    return NoiseFloor(statistics.fmean(base.values()), _deviation(list(base.values())), arms, pooled, twins)
 
 
 def _deviation(values: list[float]) -> Deviation:
@@ -155,9 +153,10 @@ def known_evidence(content: bytes, source: str) -> Known:
         check_plain(tree)
         baseline = next(row["arm"] for row in tree["rows"] if row["verdict"].startswith("the reference"))
         split = str(tree.get("split", "val"))
+        a_a, matched = ([str(arm) for arm in tree.get(key, ())] for key in ("a_a", "matched"))
         losses: dict[str, dict[int, float]] = {row["arm"]: {} for row in tree["rows"]}
         for run in tree["runs"]:
-            if run["status"] == "finished":
+            if run["status"] == "finished" and run["arm"] not in matched:
                 loss = float(run[split][-1][1])
                 if math.isfinite(loss):
                     losses[run["arm"]][int(run["seed"])] = loss
@@ -165,7 +164,7 @@ def known_evidence(content: bytes, source: str) -> Known:
         speeds = {str(arm): float(speed) for arm, speed in rows.items() if speed is not None}
         machine = _machine([run["environment"] for run in tree["runs"]])
         configs = {str(arm): dict(config) for arm, config in tree["configs"].items()}
-        return Known(source, floor_of(losses, baseline), speeds, configs[baseline], machine, configs)
+        return Known(source, floor_of(losses, baseline, a_a), speeds, configs[baseline], machine, configs)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration, RecursionError) as error:
         raise BadInput(f"{source} is no study's evidence ({type(error).__name__}: {error})") from None
 

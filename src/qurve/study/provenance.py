@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,16 +76,25 @@ def folder_of(results: StudyResults, run: Run) -> Path:
 
 
 def commands(results: StudyResults) -> list[str]:
-    """What makes the study again, in a clone of the code: the commit, where the runs agree on one, and the study.
-
-    Of a study from a file, comments say where a copy of that is, and of what it imports from beside it.
-    """
+    """What makes the study again, in a clone of the code."""
     commits = {run.environment.get("commit") for run in results.runs if run.environment}
-    checkout = [f"git checkout {commit}" for commit in commits if isinstance(commit, str) and commit]
-    copies = [f"# {path} in the study's folder, sha256 {sha}" for path, sha in kept(results.folder).items()]
+    return made_by(commits, kept(results.folder), results.command, "study")
+
+
+def made_by(commits: Collection[Any], copies: Mapping[str, str], command: str, what: str) -> list[str]:
+    """The commit, where the runs agree on one, and the command.
+
+    Of what comes from a file, comments say where a copy of that is (path -> sha256, as `kept` has them), and of what it
+    imports from beside it.
+    """
+    lines = []
+    if len(commits) == 1 and isinstance(commit := next(iter(commits)), str) and commit:
+        clean, changed, _ = commit.partition("+changes")
+        lines = [f"git checkout {clean}", *(["# and changes that were not committed"] if changed else [])]
     if copies:
-        copies.insert(0, "# the study's file as it was, with what it imports from beside it:")
-    return [*(checkout if len(commits) == 1 else []), *copies, results.command]
+        lines.append(f"# the {what}'s file as it was, with what it imports from beside it:")
+        lines += [f"# {path} in the {what}'s folder, sha256 {sha}" for path, sha in copies.items()]
+    return [*lines, command]
 
 
 def single_run(results: StudyResults, arm: Arm) -> str | None:

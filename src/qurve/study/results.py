@@ -53,6 +53,10 @@ class Run:
     """(step, loss on the test split), as `val`."""
     split: str = "val"
     """The split that the study reports on."""
+    grad_norms: tuple[float, ...] = ()
+    """Step by step, before clipping."""
+    max_logit: float | None = None
+    """The largest attention logit of any block at any evaluation; None where none was measured."""
 
     @property
     def finished(self) -> bool:
@@ -328,6 +332,10 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
         environment=environment,
         test=_losses(test),
         split=split,
+        grad_norms=tuple(norm for _, line in sorted(train.items()) if (norm := line.get("grad_norm")) is not None),
+        max_logit=max(
+            (logit for line in lines for logit in line.get("max_logit") or () if logit is not None), default=None
+        ),
     )
 
 
@@ -366,6 +374,10 @@ def _positive(value: Any) -> int:
 # ------------------------------------------------------------------------------------------------- what speaks against
 
 
+UNTUNED = (
+    "No learning-rate search is recorded: each arm ran at the rate that its configuration gives. An untuned comparison "
+    "can say the opposite of a tuned one."
+)
 ON_ONE_SPLIT = (
     "The search chose on the validation split, and the arms are compared on it as well, where what was chosen looks a "
     "little better than it is. Arms that are evaluated on the test split too are compared on that."
@@ -414,7 +426,7 @@ def search_doubts(results: StudyResults) -> list[str]:
     """What a sceptical reader should know of the search that the arms' settings come from."""
     search = results.search
     if search is None:
-        return ["No learning-rate search is recorded: each arm ran at the rate that its configuration gives."]
+        return [UNTUNED]
     found, arms = [], [arm for arm in results.arms if arm.matched is None and not arm.seed_offset]
     found += [f"{arm.label}: {apart}." for arm in arms if (apart := search_apart(results, arm)) is not None]
     if search.flops is not None and not found:

@@ -116,13 +116,12 @@ class Fit:
     covariance: tuple[tuple[float, ...], ...] | None
     """Of the loss's amplitude at the middle size, alpha and, where it is free, E; None without a degree of freedom."""
 
-    @property
-    def words(self) -> str:
-        """The form, and why it is that one."""
+    def in_words(self, of: str = "N", points: str = "sizes") -> str:
+        """The form, and why it is that one; `of` is what the loss falls with, at so many `points`."""
         if self.floor_is_fitted:
-            return f"L = E + A / N^alpha over {len(self.sizes)} sizes"
-        fixed = "L = A / N^alpha" if self.E == 0 else f"L = {self.E:g} + A / N^alpha, that floor given"
-        few = f"{len(self.sizes)} sizes" + (
+            return f"L = E + A / {of}^alpha over {len(self.sizes)} {points}"
+        fixed = f"L = A / {of}^alpha" if self.E == 0 else f"L = {self.E:g} + A / {of}^alpha, that floor given"
+        few = f"{len(self.sizes)} {points}" + (
             f" (a floor E is fitted from {SIZES_FOR_A_FLOOR} on)"
             if len(self.sizes) < SIZES_FOR_A_FLOOR
             else ", which show no floor"

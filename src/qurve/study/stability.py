@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qurve.errors import BadInput
-from qurve.runfolder import RunFolder
-from qurve.study.jobs import run_path
 from qurve.study.results import Arm, Run, StudyResults
 
 WORSE = 0.1
@@ -207,7 +205,7 @@ def endings_of(results: StudyResults) -> list[Ending]:
                 "name what stands before the @ after the model"
             )
         for run in arm.runs.values():
-            found.append(dataclasses.replace(ending_of(results, arm, run), arm=name))
+            found.append(dataclasses.replace(ending_of(arm, run), arm=name))
     return found
 
 
@@ -216,13 +214,8 @@ def architecture(arm: str) -> str:
     return arm.partition("@")[0]
 
 
-def ending_of(results: StudyResults, arm: Arm, run: Run) -> Ending:
+def ending_of(arm: Arm, run: Run) -> Ending:
     """One run as it ended, under its own arm's name."""
-    lines = []
-    if run.status not in ("missing", "damaged"):
-        lines = list(RunFolder(run_path(results.folder, arm.name, run.seed)).metrics())
-    norms = {line["step"]: line["grad_norm"] for line in lines if "split" not in line}  # of a repeated step the last
-    logits = [logit for line in lines for logit in line.get("max_logit") or () if logit is not None]
     return Ending(
         arm=arm.name,
         lr=_setting(arm, "train.lr"),
@@ -232,8 +225,8 @@ def ending_of(results: StudyResults, arm: Arm, run: Run) -> Ending:
         step=run.step,
         start_loss=next((loss for step, loss in run.val if step == 0), None),
         loss=run.final_loss,
-        spikes=len(spikes([norm for _, norm in sorted(norms.items())])) if norms else None,
-        max_logit=max(logits, default=None),
+        spikes=len(spikes(run.grad_norms)) if run.grad_norms else None,
+        max_logit=run.max_logit,
         schedule=_setting(arm, "train.steps"),
     )
 

@@ -63,6 +63,9 @@ ROW_KEYS = (
     "verdict",
 )
 
+MOST_NAMED = 12
+"""Arms that a sentence names."""
+
 LARGEST_DIFFERENCE = 700.0
 """Nats per token: the exponential of more overflows."""
 
@@ -364,6 +367,14 @@ def overall_verdict(results: StudyResults) -> str:
     if not results.others:
         return "There is no arm beside the baseline: nothing to compare."
     pairs = comparisons(results)
+    sentences = [*verdicts(results, pairs), *scope(results, pairs)]
+    if results.search is None and results.primary:
+        sentences.append("The arms' learning rates were not tuned by a recorded search.")
+    return " ".join(sentences)
+
+
+def verdicts(results: StudyResults, pairs: Sequence[Comparison]) -> list[str]:
+    """The verdict on every arm in sentences; arms of which the same is said are named together, many only counted."""
     alarming = {pair.arm for pair in pairs if is_alarm(pair)}
     twins = [arm for arm in results.others if arm.seed_offset]
     first = [arm for arm in twins if arm.name in alarming]  # whoever reads one sentence reads this one
@@ -373,15 +384,18 @@ def overall_verdict(results: StudyResults) -> str:
             "At the baseline's best point, a family of tests of its own:",
             *_in_sentences(results.matched, pairs),
         ]
-    return " ".join([*sentences, *scope(results, pairs)])
+    return sentences
 
 
 def _in_sentences(arms: Sequence[Arm], pairs: Sequence[Comparison]) -> list[str]:
-    verdicts = {pair.arm: pair.verdict for pair in pairs}
+    said = {pair.arm: pair.verdict for pair in pairs}
     labels: dict[str, list[str]] = {}
     for arm in arms:
-        labels.setdefault(verdicts[arm.name], []).append(arm.label)
-    return [f"{'; '.join(alike)}: {verdict}." for verdict, alike in labels.items()]
+        labels.setdefault(said[arm.name], []).append(arm.label)
+    return [
+        f"{'; '.join(alike) if len(alike) <= MOST_NAMED else f'{len(alike)} arms'}: {verdict}."
+        for verdict, alike in labels.items()
+    ]
 
 
 def scope(results: StudyResults, pairs: Sequence[Comparison]) -> list[str]:
@@ -413,8 +427,6 @@ def scope(results: StudyResults, pairs: Sequence[Comparison]) -> list[str]:
                 f"By the noise that was found, a difference of {nats:.4f} nats per token ({percent:.2f} %) would be "
                 f"seen with {100 * POWER:.0f} % power."
             )
-        reach = ", ".join(f"{smallest_sign_flip_p(n):.2g} with {n} seeds" for n in sorted({p.n for p in judged}))
+        reach = ", ".join(f"{smallest_sign_flip_p(n):.3g} with {n} seeds" for n in sorted({p.n for p in judged}))
         sentences.append(f"The sign-flip test beside them can reach no p below {reach}.")
-    if results.search is None:
-        sentences.append("The arms' learning rates were not tuned by a recorded search.")
     return sentences

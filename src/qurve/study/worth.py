@@ -10,14 +10,22 @@ from dataclasses import dataclass
 
 from qurve.study.effects import STEADY, Cost, Effect, Saved, Unknown, costs, effects, speeds_apart
 from qurve.study.noise import Deviation, noise_floor
-from qurve.study.power import LEAST_SEEDS, POWER, detectable, seeds_needed
+from qurve.study.power import LEAST_SEEDS, MOST_SEEDS, POWER, detectable, seeds_needed
 from qurve.study.results import Arm, StudyResults
 from qurve.study.scaling import Equivalent, Estimate
-from qurve.study.statistics import Comparison, comparisons, level_of
+from qurve.study.statistics import level_of
 from qurve.study.tables import NONE, plain, signed, signed_change, with_interval
 
 EFFECTS_ASKED = (0.002, 0.005, 0.01)
 """Shares of the baseline's loss for which the seeds needed are said."""
+
+MEANINGS = {
+    "bits per byte": "Bits per byte are a difference: below zero is a gain.",
+    "worth in parameters": "Worth in parameters, in FLOPs: how much larger the baseline would have to be for the same "
+    "loss, by its own fall with size between the sizes in this study; beyond its own: the same, less what the arm "
+    "itself is larger by.",
+}
+"""Of columns of the gains."""
 
 Say = Callable[[Effect], str | Unknown]
 
@@ -48,12 +56,9 @@ def gains_table(results: StudyResults) -> Table | None:
         "beyond its FLOPs": worth(lambda one: one.compute, "net_percent"),
     }
     notes = [
-        f"Means over the seeds shared with the baseline, on the {results.split_in_words} split, with 95 % intervals. "
-        "Bits per byte are a difference: below zero is a gain. Worth in parameters, in FLOPs: how much larger the "
-        "baseline would have to be for the same loss, by its own fall with size between the sizes in this study; "
-        "beyond its own: the same, less what the arm itself is larger by."
+        f"Means over the seeds shared with the baseline, on the {results.split_in_words} split, with 95 % intervals."
     ]
-    return _of_effects(results, "Gains in useful units", columns, notes)
+    return _of_effects(results, "Gains in useful units", columns, notes, MEANINGS)
 
 
 def savings_table(results: StudyResults) -> Table | None:
@@ -70,16 +75,17 @@ def savings_table(results: StudyResults) -> Table | None:
         "time": part(lambda saved: _estimate(saved.seconds, lambda x: signed(x, 0), " s")),
     }
     notes = [
-        "When the arm reaches the baseline's last validation loss, seed by seed. The rate is still high there: a "
-        "schedule as short as that would have come down by then, so this understates the better arm and says nothing "
-        "of shorter trainings."
+        "When the arm reaches the baseline's last validation loss, seed by seed. A schedule as short as that would "
+        "have brought the rate down by then, so this understates the better arm."
     ]
-    return _of_effects(results, "Training saved", columns, notes)
+    return _of_effects(results, "Training saved", columns, notes, {})
 
 
-def _of_effects(results: StudyResults, title: str, columns: dict[str, Say], notes: list[str]) -> Table | None:
+def _of_effects(
+    results: StudyResults, title: str, columns: dict[str, Say], notes: list[str], meanings: dict[str, str]
+) -> Table | None:
     """A row for each arm, without the arms and the columns that would have nothing but dashes; the notes name those,
-    and say every reason."""
+    say every reason, and what the columns that are left mean."""
     if not results.others:
         return None
     rows, reasons = [], dict[str, dict[str, None]]()
@@ -92,12 +98,13 @@ def _of_effects(results: StudyResults, title: str, columns: dict[str, Say], note
         rows.append([arm.label, str(len(one.seeds)), *cells])
     every = len(results.others)
     unknown = [
-        f"{NONE} {'every arm' if len(arms) == every else ', '.join(arms)}: {why}." for why, arms in reasons.items()
+        f"{NONE} {'every arm' if len(arms) == every else '; '.join(arms)}: {why}." for why, arms in reasons.items()
     ]
     known = [row for row in rows if any(cell != NONE for cell in row[2:])]
     kept = [name for place, name in enumerate(columns, 2) if any(row[place] != NONE for row in known)]
     if not known:
         return Table(title, [], [], [f"Not one number is known ({', '.join(columns)}).", *unknown])
+    notes = [*notes, *(words for name, words in meanings.items() if name in kept)]
     if out := [name for name in columns if name not in kept]:
         notes = [*notes, f"Known of no arm: {', '.join(out)}."]
     if len(known) < every:
@@ -153,35 +160,28 @@ def noise_table(results: StudyResults) -> Table | None:
             str(spread.n),
             with_interval(spread, lambda x: plain(x, 4)),
             share,
-            plain(correlation, 2).replace("-", "−"),
+            signed(correlation, 2).removeprefix("+"),
         ]
 
     rows = [row(f"{results.baseline.label}: its losses", floor.baseline, None)]
     rows += [
-        row(f"{labels[one.arm]} (A/A: the baseline from other weights): differences", one.differences, one.correlation)
+        row(f"{labels[one.arm]}, the baseline from other weights: differences", one.differences, one.correlation)
         for one in floor.a_a
     ]
     rows += [row(f"{labels[one.arm]}: differences", one.differences, one.correlation) for one in floor.arms]
-    if floor.differences is not None:
+    if floor.differences is not None and len(floor.arms) + len(floor.a_a) > 1:
         rows.append(row("all differences, pooled", floor.differences, None))
     notes = [
         "Standard deviation over the seeds in nats per token, with its 95 % interval, and as a share of the baseline's "
-        "loss. Correlation: of the arm's losses with the baseline's over the seeds; it is what pairing by seed takes "
-        "off the noise."
+        "loss. Correlation: of the arm's losses with the baseline's over the seeds; the higher, the more noise pairing "
+        "by seed takes off."
     ]
     head = ["what varies", "n", "deviation", "of the loss", "correlation"]
-    pairs = {pair.arm: pair for pair in comparisons(results)}
-    notes += [f"{labels[one.arm]}, of which any difference is noise: {_mean(pairs[one.arm])}." for one in floor.a_a]
     return Table("Noise floor and power", head, rows, [*notes, *_power(results)])
 
 
-def _mean(pair: Comparison) -> str:
-    between = "" if pair.low is None else f", 95 % interval {signed(pair.low, 4)} to {signed(pair.high, 4)}"
-    return f"mean difference {signed(pair.diff, 4)}{between}; {pair.verdict}"
-
-
 def _power(results: StudyResults) -> list[str]:
-    floor, arms = noise_floor(results), len(results.primary)
+    floor, arms = noise_floor(results), max(1, len(results.primary))
     if floor is None or floor.differences is None or floor.differences.value == 0:
         return []
     said = []
@@ -193,7 +193,7 @@ def _power(results: StudyResults) -> list[str]:
     needed = []
     for share in EFFECTS_ASKED:
         n = seeds_needed(share * floor.base_loss, floor.differences.value, level=level_of(results), arms=arms)
-        needed.append(f"{100 * share:g} % takes {'more seeds than anybody has' if n is None else f'{n} seeds'}")
+        needed.append(f"{100 * share:g} % takes {f'more than {MOST_SEEDS:,} seeds' if n is None else f'{n} seeds'}")
     few = " The deviation is known from few seeds, so take these for orders of size."
     return [*said, f"By this noise, to see {'; '.join(needed)}.{few if floor.differences.n < 2 * LEAST_SEEDS else ''}"]
 

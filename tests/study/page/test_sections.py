@@ -90,11 +90,11 @@ def test_a_grid_of_rates_and_decays_becomes_maps_and_judges_the_claims(undrawn, 
         assert f'<figure id="{name}"' in text
     words = " ".join(re.sub("<[^>]*>", " ", text).split())
     assert "1 of 1 diverged, spikes 0.0" in words
-    assert re.search(r"res-gelu 0\.05 2e-3 2e-3 \d\.\d{4} ", words)
-    assert "res-gelu 0.1 8e-3 (the largest tried)" in words
+    assert re.search(r"Res-Gelu 0\.05 2e-3 2e-3 \d\.\d{4} ", words)
+    assert "Res-Gelu 0.1 8e-3 (the largest tried)" in words
     said, _, inferred = words.partition("What we infer from it, and what is seen here")
-    claim = "baseline 1 0.05 said to diverge: diverges before step 20,000 of 60,000 at this decay"
-    assert f"{claim} arXiv 2603.13381, section 2.2 not tested: shorter 1 400 finished 400 steps" in said
+    claim = "Baseline 1 0.05 said to diverge: diverges before step 20,000 of 60,000 at this decay"
+    assert f"{claim} (arXiv 2603.13381, section 2.2) not tested: shorter 1 400 finished 400 steps" in said
     assert "A run of so few steps can show a divergence, and cannot rule out one" in said
     assert inferred.count("inferred to diverge") == 3
     assert "confirmed" not in words

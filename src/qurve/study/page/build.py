@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from qurve.study.figures import colour_index, figures_of
-from qurve.study.headline import alarms, headline
+from qurve.study.headline import alarms, headline, reservations
 from qurve.study.holds import has_maps
 from qurve.study.page.pieces import Section, environment, text
 from qurve.study.page.plots import PLOTS
 from qurve.study.page.sections import SECTIONS
-from qurve.study.results import Arm, StudyResults, doubts
+from qurve.study.results import Arm, StudyResults
 from qurve.study.statistics import Comparison, comparisons, is_alarm, overall_verdict, scope
 
 MOST_CARDS = 12
@@ -55,7 +55,7 @@ def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
             cards=[card for card in own_cards if card not in folded],
             folded=folded,
             matched=[card for card in cards if card["arm"].matched is not None],
-            doubts=doubts(results),
+            doubts=reservations(results),
             progress=f"{sum(run.finished for run in results.runs)} of {len(results.runs)}",
         )
     )

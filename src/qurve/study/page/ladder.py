@@ -19,7 +19,7 @@ from qurve.study.ladder_results import (
     percent,
     series,
 )
-from qurve.study.ladder_tables import costs_table, rungs_table
+from qurve.study.ladder_tables import costs_table, ladder_commands, rungs_table
 from qurve.study.page.pieces import Numbers, environment, in_table, macro, picture, text
 from qurve.study.scaling import Estimate
 from qurve.study.tables import NONE, with_interval
@@ -39,7 +39,7 @@ def ladder_page(results: LadderResults) -> str:
     for place, one in enumerate(series(results), 1):
         parts.append((f"Along {one.along}, {one.fixed}", _pictures(results, one, place)))
     parts.append(("What the rungs say together", macro("sentences", [words for words in said if words not in trends])))
-    parts.append(("How to reproduce", macro("commands", [results.command], results.data_fingerprint)))
+    parts.append(("How to reproduce", macro("commands", ladder_commands(results), results.data_fingerprint)))
     return (
         environment()
         .get_template("ladder.html")

@@ -147,7 +147,9 @@ def _lines(results: StudyResults, arm: Arm, hashes: dict[tuple[str, int], str]) 
     return lines
 
 
-def _search(results: StudyResults) -> str:
+def _search(results: StudyResults) -> str | None:
+    if results.search is None:
+        return None  # the doubts say so
     figure = _drawn(
         results,
         "search",
@@ -157,7 +159,7 @@ def _search(results: StudyResults) -> str:
     from markupsafe import Markup
 
     labels = {arm.name: arm.label for arm in results.arms}
-    tables_ = [] if results.search is None else apart_tables(results.search, labels)
+    tables_ = apart_tables(results.search, labels)
     words = "".join(in_table(f"apart-{place}", table) for place, table in enumerate(tables_, 1))
     chosen = [(one, colour_index(results, one.arm)) for one in searched_arms(results)]
     return macro("search", results, chosen, _grid(results), Markup(figure or ""), Markup(words))

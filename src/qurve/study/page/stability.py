@@ -21,7 +21,7 @@ def maps_section(results: StudyResults) -> str | None:
     losses = [loss for cell in cells if (loss := cell.loss) is not None and not cell.diverged]
     scale = (min(losses), max(losses)) if losses else (0.0, 0.0)
     pictures = [_picture(results, map_, f"map-{place}", scale) for place, map_ in enumerate(maps.values(), 1)]
-    return "".join(pictures) + in_table("stable-rates", rates_table(maps))
+    return "".join(pictures) + in_table("stable-rates", rates_table(results, maps))
 
 
 def claims_section(results: StudyResults) -> str | None:
