@@ -5,9 +5,9 @@ Primer's gain shrink. QK-norm is the control for whatever tolerates a higher rat
 
 `LADDER` has what one evening's worth of text and an hour of two cores allow: 25,000 to 221,000 non-embedding parameters
 at 20 tokens for each, and 60 and 240 for the smallest, five arms, three seeds: 75 runs, 52 minutes at 50,000 (32 wide)
-to 22,000 (96 wide) tokens/s a core. `LARGER` goes from 0.1 to 2.7 M with one seed: nine hours of two cores, and more
-text than the embedded corpus has (its largest rung would go through it 16 times). `PAPER` is the same from 124 M to
-1.3 B. Neither of these was run.
+to 22,000 (96 wide) tokens/s a core. `LARGER` goes from 0.1 to 2.7 M with one seed, so that its slopes end in no
+verdict: nine hours of two cores, and more text than the embedded corpus has (its largest rung would go through it 16
+times). `PAPER` is the same from 124 M to 1.3 B. Neither of these was run.
 
     qurve study ladder experiments/ladder.py --out runs/ladder
     python experiments/ladder.py --ladder runs/ladder
