@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from qurve.projections import Identity
 Which = Literal["all", "possible", "forced"]
 Outcome = Literal["identity", "triangular", "kept", "none"]
 
+_NONE: Outcome = "none"
 IDENTITY = 1e-10
 """How far from the identity, entry by entry, what is set to it may be."""
 
@@ -227,7 +228,7 @@ def _plan(model: GPT, topology: Topology, weights: Sequence[Weight]) -> Plan:
     verdicts = []
     for wish in wishes:
         at, obstacles = of[wish.state], [*wish.obstacles]
-        taker, outcome = served.get(at), cast(Outcome, "none")
+        taker, outcome = served.get(at), _NONE
         if wish.is_linear and not wish.is_identity:
             outcome = wish.becomes(freedom[at], bases[at]) if taker is wish and at in bases else "kept"
             obstacles += topology.obstacles(wish.state)

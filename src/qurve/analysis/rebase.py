@@ -60,7 +60,8 @@ def rebased(
             weights[f"{name}.bias"] = b_O
         return True
 
-    for layer, block in enumerate(model.blocks):
+    blocks: list[Any] = list(model.blocks)
+    for layer, block in enumerate(blocks):
         before, between, after = 2 * layer, 2 * layer + 1, 2 * layer + 2
         for weight in WEIGHTS:
             name, projection = f"blocks.{layer}.attention.{weight}", getattr(block.attention, weight, None)

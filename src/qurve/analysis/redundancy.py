@@ -64,7 +64,7 @@ class Redundancy:
 
 
 def redundancy(
-    model: GPT, ids_BT: Tensor, weights: Sequence[Weight] = ("query",), untie: bool = False, **limits: Tensor
+    model: GPT, ids_BT: Tensor, weights: Sequence[Weight] = ("query",), untie: bool = False, **limits: Any
 ) -> Redundancy:
     """What of `weights` is redundant in `model`, and what it would be if nothing stood in the way. See `absorb`.
 
@@ -84,7 +84,7 @@ def redundancy(
 
 
 @torch.no_grad()
-def difference(before: GPT, after: GPT, ids_BT: Tensor, **limits: Tensor) -> Difference:
+def difference(before: GPT, after: GPT, ids_BT: Tensor, **limits: Any) -> Difference:
     """How far the second model's logits are from the first's, both in evaluation mode; one sequence at a time."""
     states = [_evaluated(model, ids_BT, limits) for model in (before, after)]
     largest, squares, off_squares, divergence = 0.0, 0.0, 0.0, 0.0
@@ -98,7 +98,7 @@ def difference(before: GPT, after: GPT, ids_BT: Tensor, **limits: Tensor) -> Dif
     return Difference(largest, math.sqrt(off_squares / squares), max(0.0, divergence / len(ids_BT)))
 
 
-def _evaluated(model: GPT, ids_BT: Tensor, limits: dict[str, Tensor]) -> Tensor:
+def _evaluated(model: GPT, ids_BT: Tensor, limits: dict[str, Any]) -> Tensor:
     """What the head reads, `[B, T, D]`."""
     was_training = model.training
     try:
@@ -108,7 +108,7 @@ def _evaluated(model: GPT, ids_BT: Tensor, limits: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def violations(model: GPT, plan: Plan, ids_BT: Tensor, **limits: Tensor) -> list[Violation]:
+def violations(model: GPT, plan: Plan, ids_BT: Tensor, **limits: Any) -> list[Violation]:
     """Each norm, skip and tie that the plan's bases do not pass, measured on the unchanged model's hidden states.
 
         norm    `n(x Θ)` for `n(x) Θ`, the gain folded away where it can be
@@ -149,7 +149,7 @@ def _in(basis: Basis | None, x_BTD: Tensor) -> Tensor:
     return x_BTD.double() if basis is None else basis.writing(x_BTD.double())
 
 
-def _around(norm: nn.Module, z_BTD: Tensor, basis: Basis, folds: bool) -> tuple[Tensor, Tensor]:
+def _around(norm: Any, z_BTD: Tensor, basis: Basis, folds: bool) -> tuple[Tensor, Tensor]:
     """A norm after the change of basis, and before it."""
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm" if isinstance(norm, nn.RMSNorm) else "layernorm"
     gain, bias = (None if p is None else p.double() for p in (norm.weight, getattr(norm, "bias", None)))
@@ -160,7 +160,7 @@ def _around(norm: nn.Module, z_BTD: Tensor, basis: Basis, folds: bool) -> tuple[
 
 
 @torch.no_grad()
-def hidden_states(model: GPT, ids_BT: Tensor, **limits: Tensor) -> list[tuple[Tensor, Tensor]]:
+def hidden_states(model: GPT, ids_BT: Tensor, **limits: Any) -> list[tuple[Tensor, Tensor]]:
     """Each state of an unchanged model `[B, T, D]`, 0 to 2L, as the stream has it (a norm before what reads it is still
     to come), and before it what a norm after the sum was given; the same twice where there is no such norm."""
     if not isinstance(model.blocks[0].attention_residual, SkipConnection):

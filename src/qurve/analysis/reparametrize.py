@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,8 @@ class Basis:
 
     def reading(self, w_DO: Tensor) -> Tensor:
         """`Θ^-1 W`: what reads `x Θ` as W reads `x`."""
-        return torch.linalg.solve(self.theta_DD, w_DO.to(self.theta_DD.device))
+        read_DO: Tensor = torch.linalg.solve(self.theta_DD, w_DO.to(self.theta_DD.device))
+        return read_DO
 
     def writing(self, w_ID: Tensor) -> Tensor:
         """`W Θ`: what writes `y Θ` where W writes `y`. A bias, or a table of embeddings, is written alike."""
@@ -99,7 +100,7 @@ def reparametrize(attention: Attention, theta_DD: Tensor) -> Reparametrized:
 def condition(matrix: Tensor) -> float:
     """The condition number in the 2-norm; infinite where the matrix is singular."""
     singular = torch.linalg.svdvals(matrix.double())
-    return (singular[0] / singular[-1]).item()
+    return float(singular[0] / singular[-1])
 
 
 def not_linear_in_its_input(attention: nn.Module) -> str | None:
@@ -125,7 +126,7 @@ def kind_of(projection: nn.Module) -> str:
     return f"a {type(projection).__name__} that somebody has wrapped, hooked or replaced"
 
 
-def is_linear(projection: nn.Module) -> bool:
+def is_linear(projection: nn.Module) -> TypeGuard[Projection]:
     """Whether a projection is `x W (+ b)` for some W."""
     return is_bare(projection) and isinstance(projection.config, Linear | Identity | Residual)
 
