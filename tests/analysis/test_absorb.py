@@ -185,6 +185,17 @@ def test_a_gain_before_a_tied_head_stands_in_the_way_of_the_first_block_alone() 
     assert is_same(model, absorb_queries(model, "possible").model)
 
 
+def test_a_norm_after_the_sum_has_a_gain_that_shared_blocks_cannot_fold() -> None:
+    """What the shared block reads has passed the norm in all blocks but the first."""
+    changes: dict[str, Any] = {"norm": "rmsnorm", "share_blocks": True, "tie_embeddings": False}
+    model = build(residual=Skip("post", False, False), **changes)
+    assert outcomes(model) == ["kept"]
+    assert "the shared block reads the embeddings too" in make_plan(model, ["query"]).verdicts[0].obstacles[1].why
+    model.blocks[0].mlp_norm.weight.data.fill_(0.7)
+    assert outcomes(model) == ["triangular"]
+    assert is_same(model, absorb_queries(model, "possible").model)
+
+
 def test_layernorm_and_two_skips_are_refused_with_what_stands_in_the_way() -> None:
     model = build()
     with pytest.raises(BadInput) as refused:
@@ -248,6 +259,17 @@ def test_a_bias_would_stay_behind_and_those_of_others_follow() -> None:
         block.attention.query.bias.data.zero_()
         block.attention.output.bias.data.zero_()
     assert is_same(model, absorb(model, ["query", "output"]).model)
+
+
+def test_an_output_that_is_not_linear_writes_in_one_basis() -> None:
+    model = build(residual=MLP_SKIP, output=Bottleneck(), tie_embeddings=False)
+    assert outcomes(model) == ["identity", "kept", "kept"]
+    assert is_same(model, absorb_queries(model, "possible").model)
+    (obstacle,) = make_plan(model, ["query"]).verdicts[1].obstacles
+    assert (obstacle.where, obstacle.why) == ("blocks.0.attention.output", "is 'bottleneck', which is not linear")
+    tied = build(residual=MLP_SKIP, output=Bottleneck())  # the last state cannot make up for the first
+    assert outcomes(tied) == ["kept"] * L
+    assert [obstacle.kind for obstacle in make_plan(tied, ["query"]).verdicts[0].obstacles] == ["tie"]
 
 
 def test_channels_beside_the_stream_stand_in_the_way() -> None:

@@ -100,6 +100,16 @@ def test_a_skip_that_carries_another_basis_by_hand() -> None:
     assert [v.size for v in found] == pytest.approx([1 / 3, 2])  # 2 x for 3 x, 3 x for x
 
 
+def test_a_norm_after_the_sum_by_hand() -> None:
+    model = build(residual=Skip("post", False, True), norm="rmsnorm", n_layers=1, tie_embeddings=False)
+    scale_DD = torch.diag(torch.linspace(0.5, 1.5, D, dtype=torch.float64))
+    found = violations(model, Plan((), (None, *[Basis(scale_DD, 3.0)] * 2), False), IDS_BT)
+    norm, (summed_BTD, x_BTD) = model.blocks[0].attention_norm, hidden_states(model, IDS_BT)[1]
+    assert (found[0].kind, found[0].where) == ("norm", "blocks.0.attention_norm")
+    # the skip over the feed-forward carries its gain on: it is not folded away
+    assert found[0].size == pytest.approx(apart(norm(summed_BTD @ scale_DD), x_BTD @ scale_DD))
+
+
 def test_what_lets_a_basis_pass_is_left_out() -> None:
     q_DD = torch.linalg.qr(torch.randn(D, D, dtype=torch.float64))[0]
     model = build(norm="rmsnorm", tie_embeddings=False)
