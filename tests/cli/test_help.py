@@ -63,6 +63,8 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
         ("study plan", "STUDY --effect --from --json"),
         ("study documents", "FOLDER --data --device --json"),
         ("study ladder", "LADDER --data --out --workers --json"),
+        ("analyze", "redundancy"),
+        ("analyze redundancy", "RUN --weight --untie --data --out --json"),
         ("watch", "RUN|STUDY"),
         ("presets", "--json"),
         ("plan", "--steps --device --set --json"),
