@@ -65,8 +65,8 @@ def factors(attention: Attention, pair: Pair) -> tuple[Tensor, Tensor]:
         raise ValueError(f"the mixer {type(attention).__name__} is not softmax attention, whose heads can change basis")
     names = ("query", "key") if pair == "logits" else ("value", "output")
     for name in names:
-        projection = getattr(attention, name, None)
-        if not is_bare(cast(nn.Module, projection)) or not isinstance(projection.config, Linear):
+        projection = attention.get_submodule(name)
+        if not is_bare(projection) or not isinstance(projection.config, Linear):
             raise ValueError(f"the {name} is no plain linear projection, so that its heads have no basis to choose")
     groups, e = attention.config.kv_heads, attention.config.head_width
     if pair == "logits":
@@ -136,7 +136,8 @@ def _pairs(positions: Rope, e: int) -> list[tuple[int, int]]:
 
 
 def _inverse_transpose(a_GEE: Tensor) -> Tensor:
-    return torch.linalg.inv(a_GEE).transpose(-1, -2)
+    inverse_GEE: Tensor = torch.linalg.inv(a_GEE)
+    return inverse_GEE.transpose(-1, -2)
 
 
 def _turn_rows(projection: Projection, a_GEE: Tensor) -> None:
@@ -209,13 +210,15 @@ def _pair_scales(positions: Rope, gram_GEE: Tensor) -> Tensor:
 
 
 def _gram(factor_GNE: Tensor) -> Tensor:
+    """`W^T W` of each head."""
     return factor_GNE.transpose(-1, -2) @ factor_GNE
 
 
 def _root(gram_GEE: Tensor) -> Tensor:
     """The symmetric square root of positive matrices."""
     values_GE, vectors_GEE = torch.linalg.eigh(gram_GEE)
-    return vectors_GEE * values_GE.clamp(min=0).sqrt()[:, None] @ vectors_GEE.transpose(-1, -2)
+    root_GEE: Tensor = vectors_GEE * values_GE.clamp(min=0).sqrt()[:, None] @ vectors_GEE.transpose(-1, -2)
+    return root_GEE
 
 
 @torch.no_grad()
@@ -227,26 +230,25 @@ def asymmetry(model: GPT) -> list[list[float] | None]:
     matters; without biases, and at equal positions where those are rotary. None for blocks whose queries or keys are
     nonlinear, or normalised (QK-norm), or read more than the hidden state: for them there is `logit_asymmetry`.
     """
-    found: list[list[float] | None] = []
-    for block in model.blocks:
-        attention = block.get_submodule("attention")
-        if not has_logits(attention) or block.config.qk_norm or block.config.subspaces.total:
-            found.append(None)
-            continue
-        query, key = (_matrix(attention.get_submodule(name)) for name in ("query", "key"))
-        if query is None or key is None:
-            found.append(None)
-            continue
-        query_HED, key_GED = (
-            _behind_norm(cast(Block, block), t).double().unflatten(0, (-1, block.config.head_width))
-            for t in (query, key)
-        )
-        key_HED = key_GED.repeat_interleave(len(query_HED) // len(key_GED), dim=0)
-        cross_HEE = key_HED @ query_HED.transpose(-1, -2)
-        squared_H = (_gram(query_HED.mT) * _gram(key_HED.mT)).sum((1, 2))  # |M|^2
-        turned_H = (cross_HEE * cross_HEE.mT).sum((1, 2))  # tr M M
-        found.append(((1 - turned_H / squared_H) / 2).tolist())
-    return found
+    return [_asymmetry(block) for block in cast("list[Block]", list(model.blocks))]
+
+
+def _asymmetry(block: Block) -> list[float] | None:
+    attention, config = block.get_submodule("attention"), block.config
+    if not has_logits(attention) or config.qk_norm or config.subspaces.total:
+        return None
+    query_OD, key_OD = (_matrix(attention.get_submodule(name)) for name in ("query", "key"))
+    if query_OD is None or key_OD is None:
+        return None
+    query_OD, key_OD = (_behind_norm(block, weight_OD).double() for weight_OD in (query_OD, key_OD))
+    query_HED = query_OD.view(config.n_heads, -1, config.d_model)
+    key_GED = key_OD.view(config.kv_heads, -1, config.d_model)
+    key_HED = key_GED.repeat_interleave(config.n_heads // config.kv_heads, dim=0)
+    squared_H = (_gram(query_HED.mT) * _gram(key_HED.mT)).sum((1, 2))  # |M|^2
+    cross_HEE = key_HED @ query_HED.mT
+    turned_H = (cross_HEE * cross_HEE.mT).sum((1, 2))  # tr M M
+    shares: list[float] = ((1 - turned_H / squared_H) / 2).tolist()
+    return shares
 
 
 def _matrix(projection: nn.Module) -> Tensor | None:
@@ -273,11 +275,11 @@ def _behind_norm(block: Block, weight_OD: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def logit_asymmetry(model: GPT, ids_BT: Tensor) -> list[list[float] | None]:
+def logit_asymmetry(model: GPT, ids_BT: Tensor, prefix_B: Tensor | None = None) -> list[list[float] | None]:
     """The same of the logits `S_ts = q_t . k_s` themselves on a batch, over all pairs of tokens, masked or not.
 
     `sum (S_ts - S_st)^2 / sum (2 S_ts)^2`, by block and query head; queries and keys as they meet, with positions and
-    QK-norm. None for blocks whose mixer has no such logits.
+    QK-norm. None for blocks whose mixer has no such logits. `prefix_B` as in `GPT.forward`.
     """
     calls: dict[nn.Module, list[Tensor]] = {}
 
@@ -294,7 +296,7 @@ def logit_asymmetry(model: GPT, ids_BT: Tensor) -> list[list[float] | None]:
     handles = [mixer.register_forward_pre_hook(see) for mixer in mixers if has_logits(mixer)]
     was_training = model.training
     try:
-        model.eval()(ids_BT)
+        model.eval()(ids_BT, prefix_B=prefix_B)
     finally:
         model.train(was_training)
         for handle in handles:

@@ -14,7 +14,6 @@ Legend: D model width, C = D - 1, G key/value heads, N queries that share one, E
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -54,7 +53,7 @@ class Reduced:
     def removed(self) -> int:
         return sum(self.spent.values())
 
-    def give(self, name: str, parameter: nn.Parameter, where: Tensor, values: Tensor, symmetry: str) -> None:
+    def give(self, name: str, parameter: Tensor, where: Tensor, values: Tensor, symmetry: str) -> None:
         """Write entries that hold by construction, and count them."""
         parameter[where] = values.to(parameter.dtype)[where]
         self.given[name] = self.given.get(name, torch.zeros_like(parameter, dtype=torch.bool)) | where
@@ -72,7 +71,7 @@ def reduce(model: GPT) -> Reduced:
     keeps it; a tied head can be untied before (`untied`).
     """
     check_reducible(model.config)
-    wide = copy.deepcopy(model).double()
+    wide = _with_state(model.config, dict(model.state_dict()), model.training).double()
     with torch.no_grad():
         reduced = Reduced(wide)
         if model.config.residual.norm_place == "pre":
@@ -91,15 +90,19 @@ def untied(model: GPT) -> GPT:
     """A copy whose head is a matrix of its own: `V D` parameters more, the same logits."""
     if not model.config.tie_embeddings:
         raise ValueError("this model's head is not tied to its embedding")
-    config = replace(model.config, tie_embeddings=False)
-    with torch.device("meta"):
-        copied = GPT(config)
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    state = dict(model.state_dict())
     # A tied head is scaled where embeddings start larger than a head would.
-    one = torch.eye(config.d_model, dtype=model.head_weight.dtype, device=model.head_weight.device)
-    state["head.weight"] = (model.head_weight.detach() * model._scaled(one).diagonal()).clone()
-    copied.load_state_dict(state, assign=True)
-    return copied.train(model.training)
+    one = model.head_weight.new_ones(model.config.d_model)
+    state["head.weight"] = model.head_weight.detach() * model._scaled(one)
+    return _with_state(replace(model.config, tie_embeddings=False), state, model.training)
+
+
+def _with_state(config: ModelConfig, state: dict[str, Tensor], training: bool) -> GPT:
+    """A model of copies of these tensors."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()}, assign=True)
+    return model.train(training)
 
 
 def check_reducible(config: ModelConfig) -> None:
@@ -114,9 +117,7 @@ def check_reducible(config: ModelConfig) -> None:
     elif config.subspaces.total:
         obstacle = "model.subspaces reach past the hidden states"
     elif config.tie_embeddings:
-        obstacle = (
-            "the head is tied to the embedding, so that one matrix stands at both ends; untie it (`untied`) first"
-        )
+        obstacle = "the head is tied to the embedding, and one matrix stands at both ends; untie it (`untied`) first"
     for layer, _ in config.distinct_layers():
         for name, (kind, _) in config.at(layer).projections(layer).items():
             if not isinstance(kind, Linear):
@@ -196,23 +197,22 @@ def _without_mean(model: GPT) -> Reduced:
     """
     config = model.config
     d = config.d_model
-    if d < 2 or config.qk_norm:
-        raise BadInput("a LayerNorm of one channel, or beside model.qk_norm, is no RMSNorm of a smaller width")
+    if d <= config.head_width or config.qk_norm:
+        raise BadInput("a LayerNorm as wide as one head, or beside model.qk_norm, is not made an RMSNorm here")
     narrow = replace(
         config, norm="rmsnorm", d_model=d - 1, d_head=config.head_width, norm_eps=config.norm_eps * d / (d - 1)
     )
-    reduced = Reduced(GPT(narrow).double().train(model.training))
     ones_D1 = torch.ones(d, 1, dtype=torch.float64)
     u_DC = torch.linalg.qr(ones_D1, mode="complete").Q[:, 1:]
-    state = {name: tensor for name, tensor in model.state_dict().items()}
+    state = dict(model.state_dict())
     for number in range(2 * config.n_layers + 1):
         name, norm = _norm(model, number)
         for key, weight in reads(model, number).items():
-            state[key] = (d / (d - 1)) ** 0.5 * (model.get_parameter(key) * norm.weight) @ u_DC
+            state[key] = (d / (d - 1)) ** 0.5 * (weight * norm.weight) @ u_DC
         for key, weight in writes(model, number).items():
             state[key] = weight @ u_DC if "embedding" in key else u_DC.T @ weight
         state[f"{name}.weight"] = torch.ones(d - 1, dtype=torch.float64)
-    reduced.model.load_state_dict(state)
+    reduced = Reduced(_with_state(narrow, state, model.training))
     for name, parameter in model.named_parameters():
         reduced.count(_meanless(name), parameter.numel() - reduced.model.get_parameter(name).numel())
     return reduced

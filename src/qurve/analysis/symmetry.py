@@ -38,14 +38,36 @@ MOST_ENTRIES = 2**26
 """Of a Jacobian, 512 MiB: larger ones are refused."""
 
 
+WHAT = {
+    "hidden states": "a change of basis: what writes the state; what reads it",
+    "tied ends": "the embedding's columns and the last norm's gain, where both are read without their mean",
+    "token table": "embeddings that a norm alone reads; the queries, keys and values",
+    "queries and keys": "per key head, W_Q A; W_K A^-T",
+    "values and outputs": "per value head, W_V B; B^-1 W_O",
+    "shaping": "per head, the weights of A, I and C; the output's columns",
+    "feed-forward units": "per hidden unit, a scale before; its inverse after",
+    "norm gains": "per channel, a norm's gain; the rows of what it feeds",
+    "zero mean read": "a LayerNorm's output has no mean: per column that reads it, one direction",
+    "mean written": "LayerNorm takes the mean off: per row that writes, one direction",
+    "query bottleneck": "its norm's gain; W1. The mean of W2's output, taken off",
+    "final norm": "its gain, and the direction that it never has; the head",
+    "embedding means": "per row of the embeddings, the mean that every LayerNorm takes off",
+    "tokens and positions": "one vector, from all positions to all tokens",
+}
+"""Each kind of symmetry: what is changed; what undoes it."""
+
+
 @dataclass(frozen=True)
 class Symmetry:
     """One way to change a model's parameters and not its logits."""
 
     name: str
     dimension: int
-    what: str
-    """What is changed, and what undoes it."""
+
+    @property
+    def what(self) -> str:
+        """What is changed, and what undoes it."""
+        return WHAT[self.name]
 
 
 @dataclass(frozen=True)
@@ -145,38 +167,17 @@ def hidden_states(config: ModelConfig) -> list[list[int]]:
 def symmetries(config: ModelConfig) -> list[Symmetry]:
     """Every continuous symmetry that is known of such a model, for generic weights; those of dimension 0 left out.
 
-    Of the logits, not of their softmax, and of sequences as long as the context. Raises `BadInput`, naming what it is,
-    for models that nobody has counted.
+    Of the logits, not of their softmax, and of sequences as long as the context. Their sum is at most the redundancy;
+    where units die (ReLU) there can be more. Models that are not counted here are refused with `BadInput`, which names
+    what they have.
     """
     _check(config)
-    found = [
-        Symmetry("hidden states", _bases(config), "a change of basis; what writes the state, what reads it"),
-        Symmetry("tied ends", _tied_ends(config), "the embedding's columns; a last norm that has no mean cannot tell"),
-        Symmetry("token table", _table(config), "an embedding that a norm alone reads; the queries, keys and values"),
-    ]
-    parts: dict[str, int] = {}
+    found = {"hidden states": _bases(config), "tied ends": _tied_ends(config), "token table": _table(config)}
     for layer in range(1 if config.share_blocks else config.n_layers):
         for name, dimension in _in_block(config.at(layer)).items():
-            parts[name] = parts.get(name, 0) + dimension
-    found += [Symmetry(name, dimension, WHAT[name]) for name, dimension in parts.items()]
-    for name, dimension in _around(config).items():
-        found.append(Symmetry(name, dimension, WHAT[name]))
-    return [symmetry for symmetry in found if symmetry.dimension]
-
-
-WHAT = {
-    "queries and keys": "per key head, W_Q A; W_K A^-T",
-    "values and outputs": "per value head, W_V B; B^-1 W_O",
-    "shaping": "per head, the weights of A, I and C; the output's columns",
-    "feed-forward units": "per hidden unit, a scale before; its inverse after",
-    "norm gains": "per channel, a norm's gain; the rows of what it feeds",
-    "zero mean read": "a LayerNorm's output has no mean: per column that reads it, one direction",
-    "mean written": "LayerNorm takes the mean off: per row that writes, one direction",
-    "query bottleneck": "its norm's gain; W1. The mean of W2's output, taken off",
-    "final norm": "its gain, and the direction that it never has; the head",
-    "embedding means": "per row of the embeddings, the mean that every LayerNorm takes off",
-    "tokens and positions": "one vector, from all positions to all tokens",
-}
+            found[name] = found.get(name, 0) + dimension
+    found |= _around(config)
+    return [Symmetry(name, dimension) for name, dimension in found.items() if dimension]
 
 
 def _bases(config: ModelConfig) -> int:
@@ -243,9 +244,8 @@ def _table(config: ModelConfig) -> int:
     if not _read_by_norm_alone(config):
         return 0
     layernorm, e, rotated = config.norm == "layernorm", config.head_width, _basis(config, [0])
-    if (
-        config.at(0).query.kind == "identity"
-    ):  # M within heads; then the gain is free, or, where outputs have no mean, given but for scale
+    if config.at(0).query.kind == "identity":
+        # M within heads; the gain is free beside it, or, where the norm's output has no mean, follows but for its scale
         return config.kv_heads * (e * e - e) + (1 if layernorm else config.d_model) - rotated
     return (config.d_model - layernorm) ** 2 - rotated
 
