@@ -12,7 +12,7 @@ apart. Sources: arXiv 2603.13381, equation 1; M. Karbevski, "A Note on Residual 
 Fixes" (2026); functional dimension after Grigsby et al., arXiv 2209.04036.
 
 Legend: B batch, T tokens, D model width, H query heads, G key/value heads, E head width, R bottleneck width, F
-feed-forward width, V vocabulary, L layers, N logits of a batch, P parameters.
+feed-forward width, V vocabulary, L layers, N logits of a batch, M some of them, P parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qurve.errors import BadInput
@@ -36,6 +35,8 @@ from qurve.projections import Bottleneck, Dims, Identity, Linear
 
 MOST_ENTRIES = 2**26
 """Of a Jacobian, 512 MiB: larger ones are refused."""
+PASSES = 256
+"""Rows of it that are computed together."""
 
 
 WHAT = {
@@ -99,21 +100,21 @@ def functional_dimension(model: GPT, ids_BT: Tensor) -> FunctionalDimension:
 def jacobian(model: GPT, ids_BT: Tensor) -> Tensor:
     """`d logits / d parameters` `[N, P]` in float64 and evaluation; parameters in their order, tied ones once."""
     wide = copy.deepcopy(model).double().eval()
-    parameters = {name: parameter.detach() for name, parameter in wide.named_parameters()}
-    n, p = ids_BT.numel() * model.config.vocab_size, sum(parameter.numel() for parameter in parameters.values())
+    parameters = list(wide.parameters())
+    n, p = ids_BT.numel() * model.config.vocab_size, sum(parameter.numel() for parameter in parameters)
     if n < p:
         least = -(-p // (ids_BT.shape[1] * model.config.vocab_size))
         raise ValueError(f"{n} logits cannot tell {p} parameters apart: give at least {least} sequences")
     if n * p > MOST_ENTRIES:
         raise ValueError(f"a Jacobian of {n} logits by {p} parameters is too large: take a smaller model or batch")
-
-    def logits(parameters: dict[str, Tensor]) -> Tensor:
-        found: Tensor = functional_call(wide, parameters, (ids_BT,))
-        return found.flatten()
-
     with sdpa_kernel(SDPBackend.MATH):  # the others are not differentiated in batches
-        parts = jacrev(logits, chunk_size=256)(parameters)
-    return torch.cat([part.flatten(1) for part in parts.values()], dim=1)
+        logits_N = wide(ids_BT).flatten()
+        each_NN = torch.eye(n, dtype=logits_N.dtype, device=logits_N.device)
+        rows = []
+        for part_MN in each_NN.split(PASSES):
+            parts = torch.autograd.grad(logits_N, parameters, part_MN, retain_graph=True, is_grads_batched=True)
+            rows.append(torch.cat([part.flatten(1) for part in parts], dim=1))
+    return torch.cat(rows)
 
 
 def _rank(values: Tensor) -> tuple[int, float]:
