@@ -37,6 +37,10 @@ SINGULAR = 1e-12
 """Smallest over largest eigenvalue of a factor's Gram matrix, below which it counts as singular."""
 
 
+TINY = torch.finfo(torch.float64).tiny
+"""In place of zero below a fraction: a head without weights is symmetric."""
+
+
 @dataclass(frozen=True)
 class HeadNorms:
     """The two factors of one key or value head, with all queries or outputs that share it."""
@@ -247,7 +251,7 @@ def _asymmetry(block: Block) -> list[float] | None:
     squared_H = (_gram(query_HED.mT) * _gram(key_HED.mT)).sum((1, 2))  # |M|^2
     cross_HEE = key_HED @ query_HED.mT
     turned_H = (cross_HEE * cross_HEE.mT).sum((1, 2))  # tr M M
-    shares: list[float] = ((1 - turned_H / squared_H) / 2).tolist()
+    shares: list[float] = ((squared_H - turned_H) / (2 * squared_H.clamp(min=TINY))).tolist()
     return shares
 
 
@@ -290,7 +294,8 @@ def logit_asymmetry(model: GPT, ids_BT: Tensor, prefix_B: Tensor | None = None) 
         k_BHTE = k_BGTE.repeat_interleave(q_BHTE.shape[1] // k_BGTE.shape[1], dim=1)
         logits_BHTT = q_BHTE.double() @ k_BHTE.double().transpose(-1, -2)
         differences_H = (logits_BHTT - logits_BHTT.mT).square().sum((0, 2, 3))
-        calls.setdefault(attention, []).append(differences_H / (4 * logits_BHTT.square().sum((0, 2, 3))))
+        squares_H = logits_BHTT.square().sum((0, 2, 3))
+        calls.setdefault(attention, []).append(differences_H / (4 * squares_H.clamp(min=TINY)))
 
     mixers = [block.get_submodule("attention") for block in model.blocks]
     handles = [mixer.register_forward_pre_hook(see) for mixer in mixers if has_logits(mixer)]

@@ -99,8 +99,7 @@ def untied(model: GPT) -> GPT:
 
 def _with_state(config: ModelConfig, state: dict[str, Tensor], training: bool) -> GPT:
     """A model of copies of these tensors."""
-    with torch.device("meta"):
-        model = GPT(config)
+    model = GPT(config)
     model.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()}, assign=True)
     return model.train(training)
 
