@@ -306,6 +306,9 @@ def test_blocks_without_logits_give_none() -> None:
     mixed = build(overrides=(LayerOverride((1,), mixer=LinearAttention()),), query=Identity())
     assert [shares is None for shares in asymmetry(mixed)] == [False, True]
     assert [shares is None for shares in logit_asymmetry(mixed, IDS_BT)] == [False, True]
+    mixed = build(mixer=Primer())  # whose queries and keys are mixed with their neighbours before they meet
+    assert asymmetry(mixed) == [None, None]
+    assert None not in logit_asymmetry(mixed, IDS_BT)
     shared = build(share_blocks=True, n_layers=3)
     assert len(logit_asymmetry(shared, IDS_BT)) == 3
     assert logit_asymmetry(shared, IDS_BT)[0] != logit_asymmetry(shared, IDS_BT)[1]

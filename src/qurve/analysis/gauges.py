@@ -232,14 +232,14 @@ def asymmetry(model: GPT) -> list[list[float] | None]:
     0 where `W_Q = W_K`, one half where the two know nothing of each other, 1 where M is antisymmetric. The weights are
     taken behind the norm, whose gain (and, for LayerNorm, centring) is folded into them, so that no change of basis
     matters; without biases, and at equal positions where those are rotary. None for blocks whose queries or keys are
-    nonlinear, or normalised (QK-norm), or read more than the hidden state: for them there is `logit_asymmetry`.
+    nonlinear, normalised (QK-norm) or mixed further, or read more than the hidden state; `logit_asymmetry` may be had.
     """
     return [_asymmetry(block) for block in cast("list[Block]", list(model.blocks))]
 
 
 def _asymmetry(block: Block) -> list[float] | None:
     attention, config = block.get_submodule("attention"), block.config
-    if not has_logits(attention) or config.qk_norm or config.subspaces.total:
+    if type(attention) is not Attention or config.qk_norm or config.subspaces.total:
         return None
     query_OD, key_OD = (_matrix(attention.get_submodule(name)) for name in ("query", "key"))
     if query_OD is None or key_OD is None:

@@ -21,6 +21,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -97,6 +98,7 @@ def functional_dimension(model: GPT, ids_BT: Tensor) -> FunctionalDimension:
     return FunctionalDimension(jacobian_NP.shape[1], *_rank(torch.linalg.svdvals(jacobian_NP)))
 
 
+@torch.enable_grad()
 def jacobian(model: GPT, ids_BT: Tensor) -> Tensor:
     """`d logits / d parameters` `[N, P]` in float64 and evaluation; parameters in their order, tied ones once."""
     wide = copy.deepcopy(model).double().eval()
@@ -109,10 +111,10 @@ def jacobian(model: GPT, ids_BT: Tensor) -> Tensor:
         raise ValueError(f"a Jacobian of {n} logits by {p} parameters is too large: take a smaller model or batch")
     with sdpa_kernel(SDPBackend.MATH):  # the others are not differentiated in batches
         logits_N = wide(ids_BT).flatten()
-        each_NN = torch.eye(n, dtype=logits_N.dtype, device=logits_N.device)
         rows = []
-        for part_MN in each_NN.split(PASSES):
-            parts = torch.autograd.grad(logits_N, parameters, part_MN, retain_graph=True, is_grads_batched=True)
+        for place_M in torch.split(torch.arange(n, device=logits_N.device), PASSES):
+            which_MN = F.one_hot(place_M, n).to(logits_N.dtype)
+            parts = torch.autograd.grad(logits_N, parameters, which_MN, retain_graph=True, is_grads_batched=True)
             rows.append(torch.cat([part.flatten(1) for part in parts], dim=1))
     return torch.cat(rows)
 
