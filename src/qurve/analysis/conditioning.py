@@ -18,14 +18,15 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qurve.analysis.pathways import no_prefix
 from qurve.errors import BadInput
-from qurve.model.gpt import GPT, Block, Carried
+from qurve.model.gpt import GPT, Block
 from qurve.model.residual import Skip, Sublayer
 from qurve.model.view import View
 from qurve.projections.module import set_impl
@@ -76,43 +77,46 @@ def condition_numbers(model: GPT, ids_T: Tensor) -> list[Conditioning]:
         return list(_walk(model, ids_T[None]))
 
 
+class _Sublayer(NamedTuple):
+    """How one reads the stream, what it computes, and how that is written back; `[1, T, D]` throughout."""
+
+    read: Callable[[Tensor], Tensor]
+    act: Callable[[Tensor], Tensor]
+    write: Callable[[Tensor, Tensor], Tensor]
+
+    def whole(self, stream_1TD: Tensor) -> Tensor:
+        return self.write(stream_1TD, self.act(self.read(stream_1TD)))
+
+
 def _walk(model: GPT, ids_1T: Tensor) -> Iterator[Conditioning]:
-    prefix = {"prefix_B": torch.zeros(1, dtype=torch.long, device=ids_1T.device)}
-    view = model.view(ids_1T, **(prefix if model.config.attends == "prefix" else {}))
-    stream_1TD, carried = model.embedded(ids_1T, view), (None, None)
+    view = model.view(ids_1T, prefix_B=no_prefix(model, ids_1T))
+    stream_1TD, hidden_1TF = model.embedded(ids_1T, view), None
     for layer in range(model.config.n_layers):
         block = model.blocks[0 if model.config.share_blocks else layer]
         assert isinstance(block, Block)
-        for sublayer, (read, act, write) in _sublayers(block, view, carried).items():
-            n_1TD = read(stream_1TD)
-            jacobian_SS = _jacobian(act, n_1TD)
-            identity_SS = torch.eye(len(jacobian_SS), dtype=jacobian_SS.dtype, device=jacobian_SS.device)
-            whole_SS = _jacobian(lambda s_1TD, r=read, a=act, w=write: w(s_1TD, a(r(s_1TD))), stream_1TD)  # type: ignore[misc]
-            numbers = (condition(j_SS) for j_SS in (jacobian_SS, identity_SS + jacobian_SS, whole_SS))
-            yield Conditioning(layer, sublayer, ids_1T.shape[1], *numbers)
-            if sublayer == "attention":
-                stream_1TD = write(stream_1TD, act(n_1TD))
-            else:
-                y_1TD, hidden_1TF = block.mlp(n_1TD)
-                stream_1TD, carried = block.mlp_residual.write(stream_1TD, y_1TD, block.mlp_norm), (hidden_1TF, None)
+        for name, sublayer in _sublayers(block, view, hidden_1TF).items():
+            n_1TD = sublayer.read(stream_1TD)
+            alone_SS = _jacobian(sublayer.act, n_1TD)
+            identity_SS = torch.eye(len(alone_SS), dtype=alone_SS.dtype, device=alone_SS.device)
+            whole_SS = _jacobian(sublayer.whole, stream_1TD)
+            numbers = (condition(j_SS) for j_SS in (alone_SS, identity_SS + alone_SS, whole_SS))
+            yield Conditioning(layer, name, ids_1T.shape[1], *numbers)
+            if name == "mlp":
+                hidden_1TF = block.mlp(n_1TD)[1]
+            stream_1TD = sublayer.whole(stream_1TD)
 
 
-_Step = Callable[..., Tensor]
-
-
-def _sublayers(block: Block, view: View, carried: Carried) -> dict[Sublayer, tuple[_Step, _Step, _Step]]:
-    """How each sublayer reads the stream, what it computes, and how that is written back; `[1, T, D]` throughout."""
-
+def _sublayers(block: Block, view: View, hidden_1TF: Tensor | None) -> dict[Sublayer, _Sublayer]:
     def attend(n_1TD: Tensor) -> Tensor:
-        y_1TD: Tensor = block.attention((n_1TD,), view, carried[0])
+        y_1TD: Tensor = block.attention((n_1TD,), view, hidden_1TF)
         return y_1TD
 
     def feed_forward(n_1TD: Tensor) -> Tensor:
         y_1TD: Tensor = block.mlp(n_1TD)[0]
         return y_1TD
 
-    def around(residual: Any, norm: Any, act: _Step) -> tuple[_Step, _Step, _Step]:
-        return lambda s: residual.read(s, norm)[0], act, lambda s, y: residual.write(s, y, norm)
+    def around(residual: Any, norm: Any, act: Callable[[Tensor], Tensor]) -> _Sublayer:
+        return _Sublayer(lambda s: residual.read(s, norm)[0], act, lambda s, y: residual.write(s, y, norm))
 
     return {
         "attention": around(block.attention_residual, block.attention_norm, attend),
@@ -120,7 +124,7 @@ def _sublayers(block: Block, view: View, carried: Carried) -> dict[Sublayer, tup
     }
 
 
-def _jacobian(step: _Step, x_1TD: Tensor) -> Tensor:
+def _jacobian(step: Callable[[Tensor], Tensor], x_1TD: Tensor) -> Tensor:
     """`[S, S]`, outputs by inputs."""
     jacobian: Tensor = torch.func.jacrev(step, chunk_size=ROWS_AT_A_TIME)(x_1TD)
     return jacobian.reshape(x_1TD.numel(), x_1TD.numel()).detach()

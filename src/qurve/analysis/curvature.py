@@ -15,13 +15,14 @@ Legend: M tokens, D input width, O output width, P probes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from qurve.analysis.pathways import Block, Pathway, read_all
+from qurve.analysis.spectrum import TOLERANCE
 from qurve.model.gpt import GPT
 
 PROBES = 16
@@ -42,6 +43,10 @@ class Curvature:
     distant: float
     """Second difference between tokens half of a pass apart: of other sequences, where there are several."""
     jacobian_spread: float
+    rank: int
+    """Of the Jacobian at a token: the dimension of the image there."""
+    rank_f: int | None
+    """The same of `f` without its anchor, where there is one."""
 
 
 @dataclass
@@ -49,6 +54,7 @@ class _Sums:
     """What is left of a pathway's passes."""
 
     probes_PD: Tensor
+    ranks: tuple[int, int | None]
     bends: dict[str, list[float]] = field(default_factory=lambda: {"neighbours": [0.0, 0.0], "distant": [0.0, 0.0]})
     """Sums of squares, of second differences and of the ways."""
     tokens: int = 0
@@ -68,7 +74,8 @@ class CurvatureMeter:
         """Take in the activations of one block in one forward pass, of two tokens at least."""
         for name, pathway in block.items():
             if (layer, name) not in self._found:
-                self._found[layer, name] = _Sums(_probes(pathway.x_MD.shape[-1]).to(pathway.x_MD))
+                probes_PD = _probes(pathway.x_MD.shape[-1]).to(pathway.x_MD)
+                self._found[layer, name] = _Sums(probes_PD, local_ranks(pathway, pathway.length - 1))
             _take_in(self._found[layer, name], pathway)
 
     def found(self) -> list[Curvature]:
@@ -101,6 +108,18 @@ def slope(pathway: Pathway, v_D: Tensor) -> Tensor:
     return (ahead_MO - behind_MO) / (2 * step)
 
 
+def local_ranks(pathway: Pathway, token: int) -> tuple[int, int | None]:
+    """Ranks at one token of the Jacobians of the projection and of `f` (None without one): the dimensions of their
+    images near it. `f` goes through R channels, and what it is added to brings the others back (paper, section 1)."""
+    here = pathway.of(torch.tensor([token], device=pathway.x_MD.device))
+
+    def rank(step: Callable[[Tensor], Tensor]) -> int:
+        jacobian_OD = torch.func.jacrev(lambda x_D: step(x_D[None])[0])(here.x_MD[0])
+        return int(torch.linalg.matrix_rank(jacobian_OD.detach(), rtol=TOLERANCE))
+
+    return rank(here), None if here.f(here.x_MD) is None else rank(here.f)  # type: ignore[arg-type]
+
+
 def _take_in(sums: _Sums, pathway: Pathway) -> None:
     tokens = len(pathway.x_MD)
     number_M = torch.arange(tokens, device=pathway.x_MD.device)
@@ -122,7 +141,7 @@ def _curvature(layer: int, name: str, sums: _Sums) -> Curvature:
     bends = {key: math.sqrt(bend / way) if way else 0.0 for key, (bend, way) in sums.bends.items()}
     # A linear map's squares are equal to rounding, on either side.
     spread = max(0.0, 1 - common / sums.squares) if sums.squares else 0.0
-    return Curvature(layer, name, bends["neighbours"], bends["distant"], spread)
+    return Curvature(layer, name, bends["neighbours"], bends["distant"], spread, *sums.ranks)
 
 
 def _probes(width: int) -> Tensor:

@@ -88,7 +88,7 @@ class LayerHull:
 
 
 class HullMeter:
-    """Collects the covariances of every block, `9 D^2` numbers each and some; give its `see` to `read_all`."""
+    """Collects the covariances of every block: `11 D^2` numbers each for the paper's layer. `see` is for `read_all`."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -97,9 +97,9 @@ class HullMeter:
     def see(self, layer: int, block: Block) -> None:
         """Take in the activations of one block in one forward pass."""
         found = self._found.setdefault(layer, {})
-        outputs = {name: pathway.outputs() for name, pathway in block.items()}
+        outputs = {name: pathway(pathway.x_MD) for name, pathway in block.items()}
         points = {"input": next(iter(block.values())).x_MD, "qkv": torch.cat(list(outputs.values()), dim=-1)}
-        points |= {f"f of {n}": f_MO for n, pathway in block.items() if (f_MO := pathway.nonlinear()) is not None}
+        points |= {f"f of {n}": f_MO for n, pathway in block.items() if (f_MO := pathway.f(pathway.x_MD)) is not None}
         for name, x_MN in points.items():
             if name not in found:
                 found[name] = StreamingCovariance(x_MN.shape[-1], x_MN.device)
@@ -143,7 +143,7 @@ def measure_hulls(model: GPT, batches: Iterable[Tensor]) -> list[LayerHull]:
     return meter.layers()
 
 
-# ------------------------------------------------------------------------------------- curves of more than one dimension
+# ------------------------------------------------------------------------------------ curves of more than one dimension
 
 
 def helix(points: int, turns: float = 3.0) -> Tensor:
@@ -160,11 +160,11 @@ def hilbert_curve(order: int, dimensions: int) -> Tensor:
     choose a corner, in the frame of the cube they are in; the levels above mirror and swap its axes (Skilling 2004).
     """
     number_M = torch.arange(2 ** (order * dimensions))
-    bit = lambda place: number_M >> place & 1  # noqa: E731
     x_NM = torch.zeros(dimensions, len(number_M), dtype=torch.long)
     for level in range(order):
         for axis in range(dimensions):
-            x_NM[axis] = x_NM[axis] << 1 | bit((order - level) * dimensions - 1 - axis)
+            place = (order - level) * dimensions - 1 - axis
+            x_NM[axis] = x_NM[axis] << 1 | number_M >> place & 1
     carried_M = x_NM[-1] >> 1
     x_NM[1:] = x_NM[1:] ^ x_NM[:-1]
     x_NM[0] ^= carried_M

@@ -37,15 +37,11 @@ class Pathway:
     """T: each sequence's tokens stand together."""
 
     def __call__(self, x_MD: Tensor) -> Tensor:
-        """The outputs `[M, O]` for other inputs of these tokens (and the same `other`)."""
+        """The outputs `[M, O]` for `x_MD` or other inputs in its place."""
         out_MO: Tensor = self.projection(x_MD, *self.other)
         return out_MO
 
-    def outputs(self) -> Tensor:
-        """`[M, O]`"""
-        return self(self.x_MD)
-
-    def nonlinear(self) -> Tensor | None:
+    def f(self, x_MD: Tensor) -> Tensor | None:
         """`f(x)` `[M, O]`: what the projection adds to its anchor, without the scale of both. None where nothing is
         added, or where a separate norm stage mixes the two."""
         if not isinstance(self.projection, Projection):
@@ -55,10 +51,10 @@ class Pathway:
             if config.norm_stage == "separate" and config.anchor != "none":
                 return None
             alone = dataclasses.replace(config, anchor="none", start="usual", scale=1.0)
-            return alone.forward(self.projection, self.x_MD)
-        if not c or not self.projection.config.reach(self.projection.dims).beyond:
+            return alone.forward(self.projection, x_MD)
+        if not c or not config.reach(self.projection.dims).beyond:
             return None
-        return self.outputs() / c - self.x_MD
+        return self(x_MD) / c - x_MD
 
     def of(self, tokens_M: Tensor) -> Pathway:
         """The same for some of the tokens, by their numbers; `length` is then no more than their number."""
@@ -102,10 +98,16 @@ def read_all(model: GPT, batches: Iterable[Tensor], visit: Callable[[int, Block]
         model.eval()
         with visiting(model, visit):
             for ids_BT in batches:
-                none_B = torch.zeros(len(ids_BT), dtype=torch.long, device=ids_BT.device)
-                model.hidden(ids_BT, **({"prefix_B": none_B} if model.config.attends == "prefix" else {}))
+                model.hidden(ids_BT, prefix_B=no_prefix(model, ids_BT))
     finally:
         model.train(was_training)
+
+
+def no_prefix(model: GPT, ids_BT: Tensor) -> Tensor | None:
+    """Prefixes of no tokens, for a model that asks for their lengths: it then reads causally."""
+    if model.config.attends != "prefix":
+        return None
+    return torch.zeros(len(ids_BT), dtype=torch.long, device=ids_BT.device)
 
 
 def _wide(projection: nn.Module) -> nn.Module:

@@ -90,7 +90,7 @@ class StreamingCovariance:
         width = len(self.mean_N)
         if x.shape[-1] != width:
             raise ValueError(f"points of {x.shape[-1]} coordinates, where there were {width}")
-        for part_MN in x.reshape(-1, width).split(max(1, MOST_NUMBERS // width)):
+        for part_MN in torch.split(x.reshape(-1, width), max(1, MOST_NUMBERS // width)):
             self._add(part_MN.to(self.mean_N))
 
     def _add(self, x_MN: Tensor) -> None:
