@@ -20,6 +20,8 @@ TOLERANCE = 1e-6
 FLOOR = 1e-7
 """Below it, deviations are rounding: a float64 covariance knows its eigenvalues to about 1e-16 of the largest, and
 deviations are their roots."""
+ROUNDING = 1e-14
+"""Of float64, with a little to spare."""
 MOST_NUMBERS = 2**22
 """Numbers of one part of the points, 32 MiB: however many come at once, they are taken in parts."""
 
@@ -109,8 +111,9 @@ class StreamingCovariance:
         if not self.points:
             raise ValueError("no points were added, so there is no spectrum")
         covariance_NN = self.scatter_NN[coordinates, coordinates] / self.points
-        variances = torch.linalg.eigvalsh(covariance_NN).clamp(min=0).flip(0)
-        return Spectrum(tuple(variances.sqrt().tolist()), self.points)
+        deviations = torch.linalg.eigvalsh(covariance_NN).clamp(min=0).flip(0).sqrt()
+        coarse = ROUNDING * self.mean_N[coordinates].norm()  # points so far away are known no better
+        return Spectrum(tuple(deviations.where(deviations > coarse, 0.0).tolist()), self.points)
 
 
 def affine_hull_dimension(points: Tensor | Sequence[Sequence[float]], tolerance: float = TOLERANCE) -> int:
