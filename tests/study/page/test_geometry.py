@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,19 @@ def test_the_page_is_whole() -> None:
     assert json.loads(data) == spectra_plot(LAYERS[:2])
     assert '<figure id="spectra"' in page
     assert "Plotly" in page
+
+
+@pytest.mark.slow
+def test_the_page_lives_in_its_own_colours(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(geometry_page("A run", [], LAYERS, []), encoding="utf-8")
+    page, wrong = browser.new_page(), list[str]()
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_selector("#spectra .live .scatterlayer .trace")
+    strokes = "[...document.querySelectorAll('.shapelayer path')].map((path) => path.style.stroke)"
+    assert set(page.evaluate(strokes)) == {"rgb(90, 98, 108)"}
+    page.get_by_role("button", name="block 3").click()
+    page.wait_for_function("document.querySelectorAll('#spectra .scatterlayer .trace').length === 8")
+    page.close()
+    assert wrong == []

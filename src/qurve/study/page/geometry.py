@@ -33,8 +33,8 @@ def geometry_page(title: str, words: Sequence[str], layers: Sequence[LayerHull],
         "directions. Upright lines: where a linear pathway has to end, where this one has to, and the paper's bound; "
         "the level one: the tolerance of the rank.",
     )
-    parts = [("Spectra", figure)]
-    parts += [(table.title, in_table(f"table-{place}", table)) for place, table in enumerate(tables)]
+    numbers = "".join(in_table(f"table-{place}", table) for place, table in enumerate(tables))
+    parts = [("Spectra", figure), ("In numbers", numbers)]
     return (
         environment()
         .get_template("geometry.html")
@@ -87,7 +87,7 @@ def spectra_plot(layers: Sequence[LayerHull]) -> dict[str, Any]:
         "shapes": [shape | {"line": thin | {"dash": "dash"}} for shape in upright]
         + [level | {"line": thin | {"dash": "dot"}}],
         "annotations": [
-            {"x": x, "y": 1 - 0.07 * place, "yref": "paper", "xanchor": "left", "showarrow": False}
+            {"x": x, "y": 1 - 0.07 * place, "yref": "paper", "xanchor": "left", "xshift": 3, "showarrow": False}
             | {"text": name, "font": {"color": "$soft"}}
             for place, (name, x) in enumerate(ends.items())
         ],
