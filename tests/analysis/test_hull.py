@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -193,6 +193,24 @@ def test_no_combination_leaves_its_bound(kinds: list[ProjectionConfig], norm: st
     assert affine_hull_dimension(qkv_MO, 1e-6) <= bound.tight
 
 
+@settings(max_examples=40)
+@given(
+    m=st.integers(2, 5),
+    bent=st.integers(0, 4),
+    affine=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_the_dimension_counts_what_is_not_affine(m: int, bent: int, affine: int, seed: int) -> None:
+    """`m + r` less the directions of g that are affine functions of the input, however they are mixed with others."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    x_MD = draw(80, m) @ draw(m, D) + draw(1, D)  # a flat of m dimensions, somewhere
+    g_MR = torch.cat([torch.relu(x_MD @ draw(D, bent) + draw(1, bent)).square(), x_MD @ draw(D, affine) + 1], dim=-1)
+    mixed_MR = g_MR @ torch.linalg.qr(draw(bent + affine, bent + affine)).Q
+    assume(all(8 < (column > 0).sum() < 72 for column in g_MR.T[:bent]))  # each unit has seen both of its sides
+    assert affine_hull_dimension(torch.cat([x_MD, mixed_MR], dim=-1)) == m + bent
+
+
 def _qkv(config: ModelConfig) -> list[Any]:
     return [config.projections(1)[name] for name in ("query", "key", "value")]
 
@@ -262,6 +280,14 @@ def test_models_attain_their_bound_in_every_block(changes: dict[str, Any]) -> No
             assert hull.bent > 1e-4
 
 
+def test_a_freshly_drawn_layer_attains_its_bound_and_hardly_bends() -> None:
+    """So that the rank alone says nothing of what training has made of the room."""
+    model = GPT(model_config(BENT, Linear(), Linear()), seed=1)
+    for hull in measure_hulls(model, [IDS_BT]):
+        assert hull.qkv.rank() == hull.bound.tight
+        assert 0 < hull.bent < 0.01
+
+
 def test_the_identity_restores_the_rank_that_the_bottleneck_takes() -> None:
     for hull in measure_hulls(build(query=BENT, norm="rmsnorm"), [IDS_BT]):
         assert hull.f["query"].rank() == D // 2
@@ -319,6 +345,17 @@ def test_blocks_are_visited_and_forgotten() -> None:
     assert [reference() for reference in alive] == [None, None]
     assert torch.equal(before, after)
     assert not any(block.attention._forward_pre_hooks for block in model.blocks)
+
+
+def test_pathways_are_copies_run_as_specified() -> None:
+    model, copies = build(query=BENT), list[Any]()
+    model.blocks[0].attention.query.impl = "compiled"
+    model.blocks[0].attention.register_forward_pre_hook(lambda module, _: setattr(module.query, "impl", "reference"))
+    with visiting(model, lambda layer, block: copies.append(block["query"].projection)), torch.no_grad():
+        model.hidden(IDS_BT)
+    assert [(copy.impl, copy.w1.dtype, copy.w1.requires_grad) for copy in copies] == [
+        ("reference", torch.float64, False)
+    ] * 2
 
 
 def test_measuring_leaves_the_model_as_it_was_and_runs_in_evaluation() -> None:
