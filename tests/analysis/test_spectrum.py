@@ -45,6 +45,18 @@ def test_parts_give_the_singular_values_of_all_points_together(
     assert found.deviations == pytest.approx(expected.tolist(), rel=1e-6, abs=2 * FLOOR * expected[0].item() + 1e-10)
 
 
+@pytest.mark.parametrize("columns", [1, 3, 7])
+def test_columns_in_parts_give_the_same(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x_MN = drawn(30, 7) @ drawn(7, 7, seed=2)
+    whole, some = spectrum_of(x_MN).deviations, spectrum_of(x_MN[:, 2:6]).deviations
+    monkeypatch.setattr(spectrum, "COLUMNS", columns)
+    covariance = StreamingCovariance(7)
+    for part in x_MN.split(11):
+        covariance.add(part)
+    assert covariance.spectrum().deviations == pytest.approx(whole, rel=1e-9)
+    assert covariance.spectrum(slice(2, 6)).deviations == pytest.approx(some, rel=1e-9)
+
+
 def test_any_leading_shape_is_points_and_coordinates_can_be_chosen() -> None:
     x_MN = drawn(24, 5)
     covariance = StreamingCovariance(5)

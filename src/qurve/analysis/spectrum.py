@@ -24,6 +24,8 @@ ROUNDING = 1e-14
 """Of float64, with a little to spare."""
 MOST_NUMBERS = 2**22
 """Numbers of one part of the points, 32 MiB: however many come at once, they are taken in parts."""
+COLUMNS = 256
+"""Of a covariance that are added to at a time, from the diagonal down: of many columns, half of the work."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class StreamingCovariance:
         self.points = 0
         self.mean_N = torch.zeros(width, dtype=torch.float64, device=device)
         self.scatter_NN = torch.zeros(width, width, dtype=torch.float64, device=device)
-        """`sum (x - mean)(x - mean)^T`"""
+        """`sum (x - mean)(x - mean)^T`. What lies well above the diagonal is left out: it mirrors what lies below."""
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
@@ -101,7 +103,9 @@ class StreamingCovariance:
             raise ValueError("a point is not finite: it lies nowhere")
         centred_MN, apart_N = x_MN - mean_N, mean_N - self.mean_N
         both = self.points + m
-        self.scatter_NN.addmm_(centred_MN.T, centred_MN)
+        for begin in range(0, x_MN.shape[1], COLUMNS):
+            columns = slice(begin, begin + COLUMNS)
+            self.scatter_NN[begin:, columns].addmm_(centred_MN[:, begin:].T, centred_MN[:, columns])
         self.scatter_NN.addr_(apart_N, apart_N, alpha=self.points * m / both)
         self.mean_N += m / both * apart_N
         self.points = both
@@ -111,7 +115,7 @@ class StreamingCovariance:
         if not self.points:
             raise ValueError("no points were added, so there is no spectrum")
         covariance_NN = self.scatter_NN[coordinates, coordinates] / self.points
-        deviations = torch.linalg.eigvalsh(covariance_NN).clamp(min=0).flip(0).sqrt()
+        deviations = torch.linalg.eigvalsh(covariance_NN, UPLO="L").clamp(min=0).flip(0).sqrt()
         coarse = ROUNDING * self.mean_N[coordinates].norm()  # points so far away are known no better
         return Spectrum(tuple(deviations.where(deviations > coarse, 0.0).tolist()), self.points)
 

@@ -314,9 +314,9 @@ def _hull_table(found: Checkpoint) -> Table:
         head=["block", "linear", "bound", "paper's", "rank", "PR", "stable", "bent %", "f", "query"],
         rows=rows,
         notes=[
-            f"Dimensions of (q, k, v) together. Rank: directions with more than {TOLERANCE:g} of the largest "
-            "deviation. PR: participation ratio. Bent: share of the variance outside every flat that a linear pathway "
-            "could have. f, query: ranks of f alone and with its anchor."
+            f"Step {found.step:,}, {found.tokens:,} tokens. Dimensions of (q, k, v) together. Rank: directions with "
+            f"more than {TOLERANCE:g} of the largest deviation. PR: participation ratio. Bent: share of the variance "
+            "outside every flat that a linear pathway could have. f, query: ranks of f alone and with its anchor."
         ],
     )
 
