@@ -101,6 +101,7 @@ def test_a_study_tells_what_goes_with_its_gains(
     assert spread["a"]["1"] < 1e-9 < spread["c"]["1"]
     for figure in ("jacobian_spread", "second_difference", "bent"):
         assert found["associations"][figure]["correlation"] > 0.9
+    assert "2 finished arms" in found["associations"]["participation_ratio_of_f"]["why_none"]  # linear ones have no f
     assert geometry(tmp_path / "study", tokens=TOKENS, data=data_folder) == 0
     assert "jacobian spread and gain: correlation +0.9" in capsys.readouterr().out
     with pytest.raises(BadInput, match="is for a run"):

@@ -256,6 +256,7 @@ def _figures(found: Checkpoint) -> dict[str, float]:
     columns = {
         "bent": [hull.bent for hull in found.hulls],
         "participation_ratio": [hull.qkv.participation_ratio for hull in found.hulls],
+        "participation_ratio_of_f": [hull.f["query"].participation_ratio for hull in found.hulls if "query" in hull.f],
         "second_difference": [c.neighbours for c in queries],
         "jacobian_spread": [c.jacobian_spread for c in queries],
     }
@@ -268,8 +269,8 @@ def _show_study(tree: dict[str, Any], console: Console) -> None:
     for title in ("arm", *tree["figures"]):
         shown.add_column(title.replace("_", " "), justify="left" if title == "arm" else "right")
     for arm in arms:
-        means = [by_arm[arm].values() for by_arm in tree["figures"].values() if arm in by_arm]
-        shown.add_row(arm, *(f"{statistics.fmean(values):.4g}" for values in means))
+        runs = [by_arm.get(arm, {}).values() for by_arm in tree["figures"].values()]
+        shown.add_row(arm, *(f"{statistics.fmean(values):.4g}" if values else "" for values in runs))
     console.print(shown)
     say = plain(console)
     for name, found in tree["associations"].items():
@@ -298,7 +299,8 @@ def _hull_table(found: Checkpoint) -> Table:
     rows = []
     for hull in found.hulls:
         bound, query = hull.bound, hull.pathways.get("query")
-        ranks = (hull.f["query"].rank() if "query" in hull.f else None, query and query.rank())
+        f = hull.f.get("query")
+        ranks = (f and f.rank(), query and query.rank())
         rows.append(
             [
                 str(hull.layer),
@@ -307,11 +309,12 @@ def _hull_table(found: Checkpoint) -> Table:
                 f"{hull.qkv.stable_rank:.1f}",
                 f"{100 * hull.bent:.3g}",
                 *("" if rank is None else f"{rank:,}" for rank in ranks),
+                "" if f is None else f"{f.participation_ratio:.1f}",
             ]
         )
     return Table(
         title="Affine hull",
-        head=["block", "linear", "bound", "paper's", "rank", "PR", "stable", "bent %", "f", "query"],
+        head=["block", "linear", "bound", "paper's", "rank", "PR", "stable", "bent %", "f", "query", "PR of f"],
         rows=rows,
         notes=[
             f"Step {found.step:,}, {found.tokens:,} tokens. Dimensions of (q, k, v) together. Rank: directions with "
@@ -370,7 +373,7 @@ def _condition_table(found: Checkpoint) -> Table:
 def _training_table(found: Sequence[Checkpoint]) -> Table:
     from qurve.study.worth import Table
 
-    rows, of_queries = [], ("second_difference", "jacobian_spread")
+    rows, of_queries = [], ("participation_ratio_of_f", "second_difference", "jacobian_spread")
     for checkpoint in found:
         ranks = "/".join(str(hull.qkv.rank()) for hull in checkpoint.hulls)
         figures = _figures(checkpoint)
@@ -385,9 +388,9 @@ def _training_table(found: Sequence[Checkpoint]) -> Table:
         )
     return Table(
         title="Over training",
-        head=["step", "ranks", "PR", "bent %", "2nd difference", "Jacobian spread"],
+        head=["step", "ranks", "PR", "bent %", "PR of f", "2nd difference", "Jacobian spread"],
         rows=rows,
-        notes=["Ranks of every block; the other figures are means over the blocks, the last two of the queries."],
+        notes=["Ranks of every block; the other figures are means over the blocks, the last three of the queries."],
     )
 
 
