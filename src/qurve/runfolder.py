@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from qurve.errors import BadInput
+from qurve.errors import BadInput, did_you_mean
 from qurve.files import LOCK, remove, write_atomic
 
 FORMAT = 1
@@ -201,6 +201,13 @@ class RunFolder:
         if not steps:
             raise BadInput(f"{self.path} holds no checkpoint (looked for {self.checkpoints}/step-*)")
         return self.checkpoint(steps[-1])
+
+    def kept_checkpoint(self, step: int) -> Path:
+        """The checkpoint of one step; `BadInput`, naming those there are, where it was not kept."""
+        steps = self.checkpoint_steps()
+        if step not in steps:
+            raise BadInput(f"{self.path} has no checkpoint of step {step}{did_you_mean(str(step), map(str, steps))}")
+        return self.checkpoint(step)
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:
