@@ -43,7 +43,7 @@ Inputs = tuple[Tensor, ...]
 Replace = Callable[[int, Inputs, Tensor], Tensor | None]
 """`(block, inputs, f_BTO)` -> what stands in for `f`; None leaves it."""
 
-# ---------------------------------------------------------------------------------------------------------- the parts
+# ------------------------------------------------------------------------------------------------------------ the parts
 
 
 def has_f(query: nn.Module) -> bool:
@@ -93,7 +93,7 @@ def queries_with_f(model: GPT) -> dict[int, Projection]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ the hook
+# ------------------------------------------------------------------------------------------------------------- the hook
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def window_losses(model: GPT, windows: Sequence[Window], replace: Replace | None
         return [model.loss(*window).item() for window in windows]
 
 
-# ------------------------------------------------------------------------------------------------------ interventions
+# -------------------------------------------------------------------------------------------------------- interventions
 
 
 @dataclass(frozen=True)
