@@ -99,7 +99,8 @@ def _weights(attention: Attention, arguments: tuple[Any, ...]) -> Tensor:
 
 def _bits(weight_HTS: Tensor) -> Tensor:
     """Entropy of each row, `[…, T]`."""
-    return torch.special.entr(weight_HTS).sum(-1) / math.log(2)
+    nats_HT: Tensor = torch.special.entr(weight_HTS).sum(-1)
+    return nats_HT / math.log(2)
 
 
 def _entropy(weight_BHTS: Tensor) -> Tensor:

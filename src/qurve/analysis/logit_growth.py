@@ -47,9 +47,10 @@ STEP = 1.01
 
 
 def invariant_parameters(config: ModelConfig, layer: int) -> frozenset[str]:
-    """The parameters of a block's projections whose size changes nothing (but for the norms' eps): `query.w2`, ….
+    """The parameters of a block's projections whose size a norm divides out (but for its eps): `query.w2`, ….
 
-    Under QK-norm the linear weights of queries and keys are among them.
+    Under QK-norm the linear weights of queries and keys are among them. (A bias of the keys that no rotation turns has
+    no effect either, but that is the softmax's doing.)
     """
     found = set()
     for name, (kind, dims) in config.projections(layer).items():

@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -167,50 +168,66 @@ def conjunctions(
 
     Probes are least squares, fitted on `fit_on`. Raises `ValueError` where no pair is, and for too few tokens.
     """
-    queries, targets = queries_with_f(model), _Targets(concepts, fit_on)
-    random = {layer: [randomized(query, seed) for seed in seeds] for layer, query in queries.items()}
-    names = ["x", "q", "shuffled", *(f"random {seed}" for seed in seeds)]
-    sums = {layer: {name: LeastSquares() for name in names} for layer in queries}
-    y_NP, shuffled_NP = torch.empty(0), torch.empty(0)
-
-    def seen(layer: int, inputs: Inputs, f_BTO: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        x_BTD, query = inputs[0], queries[layer]
-        q_BTO = query_of(query, x_BTD, f_BTO)
-        found = {"x": (x_BTD, y_NP), "q": (q_BTO, y_NP), "shuffled": (q_BTO, shuffled_NP)}
-        for seed, other in zip(seeds, random[layer], strict=True):
-            found[f"random {seed}"] = query_of(query, x_BTD, f_of(other, inputs)), y_NP
-        return {name: (t.flatten(0, 1), y) for name, (t, y) in found.items()}
-
-    def add(layer: int, inputs: Inputs, f_BTO: Tensor) -> None:
-        for name, (z_NO, target_NP) in seen(layer, inputs, f_BTO).items():
-            sums[layer][name].add(z_NO, target_NP)
-
-    def score(layer: int, inputs: Inputs, f_BTO: Tensor) -> None:
-        for name, (z_NO, target_NP) in seen(layer, inputs, f_BTO).items():
-            errors[layer][name].append(torch.stack(fits[layer][name].squared_errors(z_NO, target_NP)))
-
-    generator = torch.Generator().manual_seed(0)
-    with evaluating(model):
-        for look, part in ((add, fit_on), (score, windows)):
-            if look is score:
-                fits = {layer: {name: one.solve() for name, one in of.items()} for layer, of in sums.items()}
-                errors: dict[int, dict[str, list[Tensor]]] = {layer: {name: [] for name in names} for layer in queries}
-            with replacing(model, look):
-                for window in part:
-                    y_NP = targets.of(window)
-                    shuffled_NP = y_NP[torch.randperm(len(y_NP), generator=generator)]
-                    run(model, window)
+    targets, names = _Targets(concepts, fit_on), ["x", "q", "shuffled", *(f"random {seed}" for seed in seeds)]
+    sums: dict[tuple[int, str], LeastSquares] = defaultdict(LeastSquares)
+    for layer, name, z_NO, y_NP in _readings(model, targets, fit_on, seeds):
+        sums[layer, name].add(z_NO, y_NP)
+    fits = {key: one.solve() for key, one in sums.items()}
+    errors: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
+    for layer, name, z_NO, y_NP in _readings(model, targets, windows, seeds):
+        errors[layer, name].append(torch.stack(fits[layer, name].squared_errors(z_NO, y_NP)))
     found = []
-    for layer, of in errors.items():
-        stacked = {name: torch.stack(rows, dim=1) for name, rows in of.items()}  # [2, windows, P]
-        r2 = {name: 1 - of_map.sum(0) / of_mean.sum(0) for name, (of_map, of_mean) in stacked.items()}
-        gain = (stacked["x"][0] - stacked["q"][0]) / stacked["x"][1].mean(0)
-        for p, (i, j) in enumerate(targets.pairs):
-            q_random = tuple(r2[f"random {seed}"][p].item() for seed in seeds)
-            plain = [r2[name][p].item() for name in ("x", "q", "shuffled")]
-            pair = targets.names[i], targets.names[j]
-            found.append(Conjunction(layer, pair, *plain[:2], q_random, plain[2], tuple(gain[:, p].tolist())))
+    for layer in queries_with_f(model):
+        of_map, of_mean = (torch.stack([torch.stack(errors[layer, name])[:, i] for name in names]) for i in (0, 1))
+        r2 = dict(zip(names, 1 - of_map.sum(1) / of_mean.sum(1), strict=True))  # each [P]
+        gain_NP = (of_map[0] - of_map[1]) / of_mean[0].mean(0)
+        for place, (i, j) in enumerate(targets.pairs):
+            scores = {name: of_pair[place].item() for name, of_pair in r2.items()}
+            found.append(
+                Conjunction(
+                    layer,
+                    (targets.names[i], targets.names[j]),
+                    scores["x"],
+                    scores["q"],
+                    tuple(scores[f"random {seed}"] for seed in seeds),
+                    scores["shuffled"],
+                    tuple(gain_NP[:, place].tolist()),
+                )
+            )
     return found
+
+
+def _readings(
+    model: GPT, targets: _Targets, windows: Sequence[Window], seeds: Sequence[int]
+) -> Iterator[tuple[int, str, Tensor, Tensor]]:
+    """Window by window and block by block, what is probed `[N, O]` and for what `[N, P]`."""
+    queries = queries_with_f(model)
+    random = {layer: [randomized(query, seed) for seed in seeds] for layer, query in queries.items()}
+    generator = torch.Generator().manual_seed(0)
+    for window in windows:
+        y_NP = targets.of(window)
+        shuffled_NP = y_NP[torch.randperm(len(y_NP), generator=generator)]
+        for layer, (inputs, f_BTO) in _fs(model, window).items():
+            x_BTD, query = inputs[0], queries[layer]
+            q_BTO = query_of(query, x_BTD, f_BTO)
+            yield layer, "x", x_BTD.flatten(0, 1), y_NP
+            yield layer, "q", q_BTO.flatten(0, 1), y_NP
+            yield layer, "shuffled", q_BTO.flatten(0, 1), shuffled_NP
+            for seed, other in zip(seeds, random[layer], strict=True):
+                with torch.no_grad():
+                    yield layer, f"random {seed}", query_of(query, x_BTD, f_of(other, inputs)).flatten(0, 1), y_NP
+
+
+def _fs(model: GPT, window: Window) -> dict[int, tuple[Inputs, Tensor]]:
+    """What each query with an `f` reads on one window, and its `f`."""
+    seen: dict[int, tuple[Inputs, Tensor]] = {}
+
+    def see(layer: int, inputs: Inputs, f_BTO: Tensor) -> None:
+        seen[layer] = inputs, f_BTO
+
+    with evaluating(model), replacing(model, see):
+        run(model, window)
+    return seen
 
 
 def randomized(query: Projection, seed: int) -> Projection:
@@ -298,13 +315,9 @@ class _Gathered:
 def _gathered(model: GPT, concepts: Concepts, windows: Sequence[Window]) -> _Gathered:
     windows = windows[: max(1, TOKENS // windows[0][0].numel())]
     seen: dict[int, list[Inputs]] = {layer: [] for layer in queries_with_f(model)}
-
-    def see(layer: int, inputs: Inputs, f_BTO: Tensor) -> None:
-        seen[layer].append(tuple(t.flatten(0, 1) for t in inputs))
-
-    with evaluating(model), replacing(model, see):
-        for window in windows:
-            run(model, window)
+    for window in windows:
+        for layer, (inputs, _) in _fs(model, window).items():
+            seen[layer].append(tuple(t.flatten(0, 1) for t in inputs))
     labels_NC = torch.cat(
         [torch.stack([a.flatten() for a in labels(concepts, window[0]).values()], dim=-1) for window in windows]
     )
@@ -330,7 +343,8 @@ class _Answers:
     @staticmethod
     def _of(query: Projection, inputs: Inputs, c_D: Tensor) -> Tensor:
         x_ND, *other = inputs
-        _, answers_NO = torch.func.jvp(
-            lambda x: query.config.forward(query, x, *other), (x_ND,), (c_D.expand_as(x_ND),)
+        # (torch.func.jvp gives the same, after seconds of loading)
+        _, answers_NO = torch.autograd.functional.jvp(
+            lambda x: query.config.forward(query, x, *other), x_ND, c_D.expand_as(x_ND)
         )
-        return answers_NO.detach().double()
+        return answers_NO.double()
