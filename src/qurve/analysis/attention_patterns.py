@@ -46,17 +46,24 @@ class BlockPatterns:
 
 
 def compare_attention(model: GPT, other: GPT, windows: Sequence[Window]) -> list[BlockPatterns]:
-    """Divergence of every block's heads, in evaluation. Raises `ValueError` for models whose heads or tokens are not
-    of one number, and for mixers without a softmax of `q . k`."""
-    for what in ("n_layers", "n_heads", "vocab_size"):
-        ours, theirs = getattr(model.config, what), getattr(other.config, what)
-        if ours != theirs:
-            raise ValueError(f"the models cannot be compared head by head: model.{what} is {ours} here, {theirs} there")
+    """Divergence of every block's heads, in evaluation. Raises `ValueError` as `check_comparable` does."""
+    check_comparable(model, other)
     found: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in range(model.config.n_layers)]
     for window in windows:
         for rows, weight_BHTS, other_BHTS in zip(found, weights(model, window), weights(other, window), strict=True):
             rows.append((_divergences(weight_BHTS, other_BHTS), _entropy(weight_BHTS), _entropy(other_BHTS)))
     return [_matched(layer, *map(torch.stack, zip(*rows, strict=True))) for layer, rows in enumerate(found)]
+
+
+def check_comparable(model: GPT, other: GPT) -> None:
+    """Raise `ValueError` for models whose blocks, heads, tokens or windows are not as many, or without a softmax of
+    `q . k`."""
+    for what in ("n_layers", "n_heads", "vocab_size", "context", "attends"):
+        ours, theirs = getattr(model.config, what), getattr(other.config, what)
+        if ours != theirs:
+            raise ValueError(f"the models cannot be compared head by head: model.{what} is {ours} here, {theirs} there")
+    if not all(has_logits(block.get_submodule("attention")) for m in (model, other) for block in m.blocks):
+        raise ValueError("attention patterns are a softmax of q . k: model.mixer has to be 'softmax' or 'primer'")
 
 
 def weights(model: GPT, window: Window) -> Iterator[Tensor]:
@@ -67,8 +74,6 @@ def weights(model: GPT, window: Window) -> Iterator[Tensor]:
     """
     calls: list[tuple[Attention, tuple[Any, ...]]] = []
     mixers = [block.get_submodule("attention") for block in model.blocks]
-    if not all(has_logits(mixer) for mixer in mixers):
-        raise ValueError("attention patterns are a softmax of q . k: model.mixer has to be 'softmax' or 'primer'")
     handles = [
         mixer.register_forward_pre_hook(lambda module, inputs: calls.append((module, inputs))) for mixer in mixers
     ]

@@ -52,10 +52,10 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """The tokenizer that a run's data was prepared with: that of `data`, or of the folder that the run names.
+def run_data(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> TokenData:
+    """The data that a run was trained on: `data`, or the folder that the run names.
 
-    Raises `BadInput` when the data is not there any more, or is other data than the run was trained on.
+    Raises `BadInput` when it is not there any more, or is other data than the run was trained on.
     """
     run = RunFolder(folder)
     stated = run.config_json()[0].get("data") or {}
@@ -63,12 +63,20 @@ def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] |
     place = Path(data) if data else next((p for p in (named, run.path / "data") if p.is_dir()), None)
     if place is None:
         raise BadInput(
-            f"{run.path} was trained on {named}, which is not there: its tokenizer is needed; name the folder of that "
-            "data (--data DIR)"
+            f"{run.path} was trained on {named}, which is not there: it is needed; name the folder of that data "
+            "(--data DIR)"
         )
     opened = TokenData.open(place)
     if opened.fingerprint != stated.get("fingerprint"):
         raise BadInput(f"{place} is not the data that {run.path} was trained on; name that folder (--data DIR)")
+    return opened
+
+
+def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """The tokenizer that a run's data was prepared with. `BadInput` as of `run_data`, and for an unknown one."""
+    opened = run_data(folder, data)
     if opened.tokenizer == "unknown":
-        raise BadInput(f"{place} does not say what its ids mean (its meta.pkl is not read); give prompts as ids")
-    return load(place) if (place / MANIFEST).exists() else ready_made(opened.tokenizer)
+        raise BadInput(
+            f"{opened.folder} does not say what its ids mean (its meta.pkl is not read); give prompts as ids"
+        )
+    return load(opened.folder) if (opened.folder / MANIFEST).exists() else ready_made(opened.tokenizer)
