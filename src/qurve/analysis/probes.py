@@ -344,7 +344,7 @@ class _Answers:
     def _of(query: Projection, inputs: Inputs, c_D: Tensor) -> Tensor:
         x_ND, *other = inputs
         # (torch.func.jvp gives the same, after seconds of loading)
-        _, answers_NO = torch.autograd.functional.jvp(
+        answers_NO: Tensor = torch.autograd.functional.jvp(  # type: ignore[no-untyped-call]
             lambda x: query.config.forward(query, x, *other), x_ND, c_D.expand_as(x_ND)
-        )
+        )[1]
         return answers_NO.double()

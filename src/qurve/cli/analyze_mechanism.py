@@ -234,7 +234,7 @@ def _scale(opened: _Opened) -> dict[str, Any]:
     matrices = []
     for layer, block in enumerate(model.blocks):
         invariant = invariant_parameters(model.config, layer)
-        for name, parameter in block.attention.named_parameters():
+        for name, parameter in block.get_submodule("attention").named_parameters():
             if parameter.dim() == 2:
                 cosine = cosines[f"blocks.{layer}.attention.{name}"]
                 matrices.append(
@@ -393,12 +393,12 @@ def _attention_table(tree: dict[str, Any]) -> Table:
             rows.append([name, kind, str(block["layer"]), f"{block['mean']:.3f}", interval, *entropies])
     return Table(
         title="Attention beside other runs'",
-        head=["against", "model", "block", "divergence", "95 % interval", "entropy", "its entropy"],
+        head=["against", "model", "block", "apart", "95 % interval", "entropy", "its"],
         rows=rows,
         notes=[
-            "Jensen-Shannon divergence of attention weights in bits, 0 alike, 1 disjoint, mean over matched heads and "
-            "tokens; entropies in bits. What is found against the same model with another seed is the yardstick for "
-            "another model."
+            "Apart: Jensen-Shannon divergence of attention weights in bits, 0 alike, 1 disjoint, mean over matched "
+            "heads and tokens. Entropies, ours and its, in bits. What is found against the same model with another "
+            "seed is the yardstick for another model."
         ],
     )
 
