@@ -145,6 +145,8 @@ def test_heads_that_share_no_token_are_one_bit_apart() -> None:
         ({"n_heads": 4}, r"model\.n_heads is 3 here, 4 there"),
         ({"n_layers": 3}, r"model\.n_layers is 2 here, 3 there"),
         ({"vocab_size": 30}, r"model\.vocab_size is 29 here, 30 there"),
+        ({"context": 6}, r"model\.context is 7 here, 6 there"),
+        ({"attends": "bidirectional"}, r"model\.attends is causal here, bidirectional there"),
         ({"mixer": LinearAttention()}, "attention patterns are a softmax"),
     ],
 )

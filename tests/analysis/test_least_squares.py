@@ -42,6 +42,14 @@ def test_noise_is_left_as_torch_leaves_it() -> None:
     assert found(x_ND.float()).dtype == torch.float32
 
 
+def test_other_tokens_are_judged_by_the_mean_of_the_fit() -> None:
+    sums = LeastSquares()
+    sums.add(random(20, 2, seed=1), random(20, 1, seed=2))
+    found, x_ND, y_NO = sums.solve(), random(5, 2, seed=3), random(5, 1, seed=4) + 3
+    _, of_mean_O = found.squared_errors(x_ND, y_NO)
+    assert torch.allclose(of_mean_O, (y_NO - random(20, 1, seed=2).mean(0)).square().sum(0))
+
+
 def test_a_direction_without_variance_gets_no_weight() -> None:
     """What a layer norm gives sums to zero: of all maps that fit, the smallest."""
     x_ND = random(40, 5, seed=3)

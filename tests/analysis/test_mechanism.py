@@ -209,6 +209,20 @@ def test_reuse_of_the_mlp_reads_its_own_second_source() -> None:
     assert intervened(model, "swap", (1, 2)) == pytest.approx(losses(changed(model, exchange)))
 
 
+def test_windows_with_a_prefix_are_taken_with_it() -> None:
+    model = build(Bottleneck(), attends="prefix")
+    windows = [(*window, torch.tensor([length])) for length, window in zip((0, 4, T), WINDOWS, strict=True)]
+    reads: list[torch.Tensor] = []
+    unchanged = window_losses(model, windows, lambda layer, inputs, f: reads.append(inputs[0]))
+    with torch.no_grad():
+        assert unchanged == pytest.approx([model.loss(*window).item() for window in windows])
+    again: list[torch.Tensor] = []
+    with evaluating(model), replacing(model, lambda layer, inputs, f: again.append(inputs[0])):
+        for window in windows:
+            run(model, window)
+    assert all(torch.equal(a, b) for a, b in zip(reads, again, strict=True))
+
+
 def test_the_model_stays_as_it_was() -> None:
     model = build(Bottleneck(), dropout=0.3).train()
     before = {name: p.clone() for name, p in model.named_parameters()}
