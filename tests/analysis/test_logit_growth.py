@@ -18,7 +18,7 @@ from qurve.analysis.logit_growth import (
     scaled,
     settled_turn,
 )
-from qurve.analysis.mechanism import Window, window_losses
+from qurve.analysis.mechanism import Window, f_of, window_losses
 from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.model.positions import Rope
@@ -78,6 +78,13 @@ def test_invariant_is_what_can_be_scaled_without_a_change_and_nothing_else(kind:
             if window_losses(model, WINDOWS) == pytest.approx(before, abs=1e-9):
                 found.add(name)
     assert found == expected == invariant_parameters(model.config, 1)
+
+
+def test_f_is_blind_to_the_size_of_its_input_and_the_query_is_not() -> None:
+    query = build(query=bottleneck()).blocks[0].attention.query
+    x_BTD = torch.randn(1, 4, 12, dtype=torch.float64)
+    assert torch.allclose(f_of(query, (3 * x_BTD,)), f_of(query, (x_BTD,)))
+    assert torch.allclose(query(3 * x_BTD) - query(x_BTD), x_BTD)  # (3 x - x) / 2, the anchor's
 
 
 @pytest.mark.parametrize("kind", ["paper", "relu", "qk-norm"])
