@@ -57,7 +57,9 @@ def mechanism(
         ),
     ] = WINDOWS,
     data: Annotated[Path | None, option(metavar="DIR", help="Where the run's data is now.")] = None,
-    out: Annotated[Path | None, option(metavar="DIR", help="Also leave mechanism.json here.")] = None,
+    out: Annotated[
+        Path | None, option(metavar="DIR", help="Also leave mechanism.json and mechanism.html here.")
+    ] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> int:
@@ -87,9 +89,17 @@ def mechanism(
     tree |= _scale(opened)
     tree["attention"] = [_attention(opened, path, other) for path, other in others]
     if out is not None:
+        from qurve.study.page.mechanism import mechanism_page
+
+        words = [f"Step {tree['step']:,}; {tree['windows']} windows of {tree['context']:,} tokens of validation text."]
+        files = {
+            "mechanism.json": json.dumps(tree, allow_nan=False, indent=1) + "\n",
+            "mechanism.html": mechanism_page(f"What f does in {run.name}", words, tree, tables(tree)),
+        }
         out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "mechanism.json", json.dumps(tree, allow_nan=False, indent=1) + "\n")
-        say(f"wrote {out / 'mechanism.json'}")
+        for name, text in files.items():
+            write_atomic(out / name, text)
+            say(f"wrote {out / name}")
     if as_json:
         print(json.dumps(tree, allow_nan=False))
         return 0
