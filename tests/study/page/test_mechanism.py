@@ -35,8 +35,8 @@ def test_every_intervention_has_its_row(width: float) -> None:
     assert intervals[1:] == [(row["low"], row["high"]) for row in ROWS]  # the first is the line at zero
     marks = [line for line in axes.lines if line.get_marker() == "o"]
     assert [line.get_xdata()[0] for line in marks] == [row["difference"] for row in ROWS]
-    assert [line.get_markerfacecolor() == "none" for line in marks] == [False, False, True, True]
-    assert row_labels(ROWS)[3] == "swap  0, 1"
+    assert [line.get_markerfacecolor() == "none" for line in marks] == [False, False, True, False]
+    assert row_labels(ROWS) == ["zero  0", "zero  1", "zero  all", "swap  0, 1"]
 
 
 def test_every_pair_has_its_mark() -> None:

@@ -64,7 +64,13 @@ def _conjunctions(tree: dict[str, Any]) -> str:
 
 def row_labels(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What each intervention is called beside the figure."""
-    return [f"{row['name']}  {', '.join(map(str, row['layers']))}" for row in rows]
+    return [f"{row['name']}  {'all' if _in_all(row, rows) else ', '.join(map(str, row['layers']))}" for row in rows]
+
+
+def _in_all(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether a row is of every block at once; a swap is of a pair, even if there are no others."""
+    every = max(len(one["layers"]) for one in rows)
+    return row["name"] != "swap" and len(row["layers"]) == every > 1
 
 
 @styled
@@ -72,12 +78,12 @@ def draw_interventions(rows: Sequence[dict[str, Any]], width: float) -> Figure:
     """A line each from the lower to the upper end of its interval; `width` in inches."""
     fig = blank(width, 0.9 + ROW * len(rows))
     axes = fig.subplots()
-    every, names = max(len(row["layers"]) for row in rows), list(dict.fromkeys(row["name"] for row in rows))
+    names = list(dict.fromkeys(row["name"] for row in rows))
     axes.axvline(0, color=INK, linewidth=0.8)
     for place, row in enumerate(rows):
         colour = PALETTE[1 + names.index(row["name"]) % (len(PALETTE) - 1)]
         axes.plot([row["low"], row["high"]], [place, place], color=colour, linewidth=1.6)
-        face = "none" if len(row["layers"]) == every > 1 else colour
+        face = "none" if _in_all(row, rows) else colour
         axes.plot([row["difference"]], [place], "o", color=colour, markerfacecolor=face, markersize=4.5)
     axes.set_yticks(range(len(rows)), row_labels(rows))
     axes.invert_yaxis()
