@@ -78,6 +78,9 @@ def test_the_document_has_it_all(
     assert [row[name] for name in ("difference", "low", "high")] == pytest.approx(interval, abs=1e-6)
     shares = linear_share(model, fitted, windows[1::2])
     assert {row["layer"]: row["r2"] for row in found["linear_share"]} == pytest.approx(shares, abs=1e-4)
+    start = GPT(model.config, seed=1)
+    at_start = linear_share(start, fit(start, windows[::2]), windows[1::2])
+    assert {row["layer"]: row["untrained"] for row in found["linear_share"]} == pytest.approx(at_start, abs=1e-4)
 
     assert list(found["probes"]) == ["trained", "untrained"]
     for probes in found["probes"].values():

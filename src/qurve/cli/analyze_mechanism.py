@@ -117,6 +117,8 @@ class _Opened:
     data: Path | None
     config: RunConfig
     model: GPT
+    start: GPT
+    """The model before training."""
     fitted: list[Window]
     judged: list[Window]
 
@@ -144,7 +146,8 @@ def _opened(run: Path, data: Path | None, windows: int, device: str | None) -> _
             f"{needed} tokens, and two others judged; give more --windows, or a run with more validation data"
         )
     parts = [batch(config, split, starts[n : n + 1], "val") for n in range(len(starts))]
-    return _Opened(run, data, config, model, parts[::2], parts[1::2])
+    start = GPT(config.model, seed=config.train.seed).to(place).eval()
+    return _Opened(run, data, config, model, start, parts[::2], parts[1::2])
 
 
 def _other(path: Path, opened: _Opened) -> GPT:
@@ -174,27 +177,26 @@ def _interventions(opened: _Opened) -> dict[str, Any]:
         losses = window_losses(opened.model, opened.judged, one.replace)
         mean, low, high = paired_interval([a - b for a, b in zip(losses, untouched, strict=True)])
         rows.append({"name": one.name, "layers": list(one.layers), "difference": mean, "low": low, "high": high})
-    shares = linear_share(opened.model, fitted, opened.judged)
+    shares, at_start = (
+        linear_share(model, found, opened.judged)
+        for model, found in ((opened.model, fitted), (opened.start, fit(opened.start, opened.fitted)))
+    )
     return {
         "loss": fmean(untouched),
         "fitted_on": len(opened.fitted),
         "interventions": rows,
-        "linear_share": [{"layer": layer, "r2": r2} for layer, r2 in shares.items()],
+        "linear_share": [{"layer": layer, "r2": r2, "untrained": at_start[layer]} for layer, r2 in shares.items()],
     }
 
 
 def _probes(opened: _Opened) -> dict[str, Any]:
     """Of the trained model and of its start."""
-    from qurve.model.gpt import GPT
-
-    seed = opened.config.train.seed
-    start = GPT(opened.model.config, seed=seed).to(opened.config.train.device).eval()
     concepts = _concepts(opened)
     return {
         "control_seeds": list(SEEDS),
         "probes": {
             name: _probed(model, concepts, opened)
-            for name, model in _shown("probes", [("trained", opened.model), ("untrained", start)])
+            for name, model in _shown("probes", [("trained", opened.model), ("untrained", opened.start)])
         },
     }
 
@@ -303,12 +305,12 @@ def _intervention_table(tree: dict[str, Any]) -> Table:
     from qurve.study.worth import Table
 
     every = max(len(row["layers"]) for row in tree["interventions"])
-    r2 = {row["layer"]: row["r2"] for row in tree["linear_share"]}
+    r2 = {row["layer"]: f"{row['r2']:.3f} ({row['untrained']:.3f})" for row in tree["linear_share"]}
     rows = []
     for row in tree["interventions"]:
         layers = row["layers"]
         at = "all" if len(layers) == every > 1 and row["name"] != "swap" else " and ".join(map(str, layers))
-        share = f"{r2[layers[0]]:.3f}" if row["name"] == "linear" and len(layers) == 1 else ""
+        share = r2[layers[0]] if row["name"] == "linear" and len(layers) == 1 else ""
         rows.append([row["name"], at, f"{row['difference']:+.4f}", f"{row['low']:+.4f} to {row['high']:+.4f}", share])
     return Table(
         title="Something else in f's place",
@@ -317,7 +319,7 @@ def _intervention_table(tree: dict[str, Any]) -> Table:
         notes=[
             f"Nats per token more than the untouched model's {tree['loss']:.4f}, on {tree['windows']} windows of "
             f"validation text; intervals are over these windows, each for itself. Fitted on {tree['fitted_on']} "
-            "others. R²: how much of f is linear in the block's input."
+            "others. R²: how much of f is linear in the block's input (and was before training)."
         ],
     )
 
