@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import tyro
 from rich.console import Console
 
-from qurve.cli.analyses import analyze
+from qurve.cli.analyze import analyze
 from qurve.cli.generating import generate
 from qurve.cli.preparing import prepare
 from qurve.cli.runs import plan, presets, train

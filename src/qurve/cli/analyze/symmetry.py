@@ -12,14 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
+from qurve.cli.analyze.shared import as_text, leave, validation_windows
 from qurve.cli.shared import Json, console_for, option, plain
 from qurve.errors import BadInput
-from qurve.files import write_atomic
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from qurve.analysis.gauges import Pair
 
 WINDOWS = 8
@@ -37,10 +35,7 @@ def symmetry(
     console = console_for(as_json)
     if not as_json:
         _show(tree, console)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "symmetry.json", json.dumps(tree, allow_nan=False, indent=1) + "\n")
-        plain(console)(f"wrote {out / 'symmetry.json'}")
+    leave(out, {"symmetry.json": as_text(tree)}, plain(console))
     if as_json:
         print(json.dumps(tree, allow_nan=False))
     return 0
@@ -61,7 +56,8 @@ def _measured(run: RunFolder, data: Path | None) -> dict[str, Any]:
         tree["redundancy"] = sum(s.dimension for s in found)
     except BadInput as refusal:
         tree["why_not_counted"] = str(refusal)
-    by_weights, ids_BT = asymmetry(model), _validation(run, model.config.context, data)
+    by_weights = asymmetry(model)
+    ids_BT = torch.from_numpy(validation_windows(run.path, data, model.config.context, WINDOWS))
     prefix_B = torch.zeros(len(ids_BT), dtype=torch.long) if model.config.attends == "prefix" else None
     tree["blocks"] = []
     for layer, by_logits in enumerate(logit_asymmetry(model, ids_BT, prefix_B)):
@@ -86,28 +82,6 @@ def _norms(attention: Any, pair: Pair) -> list[dict[str, float | None]] | None:
     except ValueError:  # no basis to choose: a projection is nonlinear, say
         return None
     return [{**dataclasses.asdict(n), "excess": n.excess if n.nuclear else None} for n in found]
-
-
-def _validation(run: RunFolder, context: int, data: Path | None) -> Tensor:
-    """Evenly spread windows of the run's validation data, `[B, T]`."""
-    import torch
-
-    from qurve.data.loader import TokenData
-    from qurve.data.order import fixed_eval_windows
-
-    stated = run.config_json()[0].get("data") or {}
-    named = Path(stated.get("path") or run.path / "data")
-    folder = data or next((place for place in (named, run.path / "data") if place.is_dir()), None)
-    if folder is None:
-        raise BadInput(
-            f"{run.path} was trained on {named}, which is not there; name the folder of that data (--data DIR)"
-        )
-    opened = TokenData.open(folder)
-    if opened.fingerprint != stated.get("fingerprint"):
-        raise BadInput(f"{folder} is not the data that {run.path} was trained on; name that folder (--data DIR)")
-    split = opened.split("val")
-    starts = fixed_eval_windows(len(split), context=context, count=WINDOWS)
-    return torch.from_numpy(split.windows(starts, context)[0])
 
 
 def _show(tree: dict[str, Any], console: Console) -> None:

@@ -11,7 +11,7 @@ import pytest
 from commands import words
 from qurve.analysis.gauges import asymmetry, head_norms
 from qurve.analysis.symmetry import symmetries
-from qurve.cli.analyze_symmetry import symmetry
+from qurve.cli.analyze.symmetry import symmetry
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
 from qurve.model.gpt import GPT

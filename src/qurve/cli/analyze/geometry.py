@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table as Shown
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from qurve.cli.analyze.shared import as_text, leave, show
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
-from qurve.files import write_atomic
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -75,16 +75,15 @@ def geometry(
         tree = {"run": str(run), "checkpoints": [checkpoint.tree() for checkpoint in found]}
         if not as_json:
             for table in _tables(found):
-                _show(table, console)
+                show(table, console)
         if out is not None:
             from qurve.study.page.geometry import geometry_page
 
             newest = found[-1]
             words = [f"Step {newest.step:,}; {newest.tokens:,} tokens of validation text."]
             page = geometry_page(f"Geometry of {run.name}", words, newest.hulls, _tables(found))
-            _write(out / "geometry.html", page, console)
-    if out is not None:
-        _write(out / "geometry.json", json.dumps(tree, allow_nan=False, indent=1) + "\n", console)
+            leave(out, {"geometry.html": page}, plain(console))
+    leave(out, {"geometry.json": as_text(tree)}, plain(console))
     if as_json:
         print(json.dumps(tree, allow_nan=False))
     return 0
@@ -392,20 +391,3 @@ def _training_table(found: Sequence[Checkpoint]) -> Table:
         rows=rows,
         notes=["Ranks of every block; the other figures are means over the blocks, the last three of the queries."],
     )
-
-
-def _show(table: Table, console: Console) -> None:
-    shown = Shown(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=table.title, title_justify="left")
-    for place, title in enumerate(table.head):
-        shown.add_column(title, justify="right" if place else "left")
-    for row in table.rows:
-        shown.add_row(*row)
-    console.print(shown)
-    for note in table.notes:
-        console.print(note, style="dim", markup=False, highlight=False)
-
-
-def _write(file: Path, text: str, console: Console) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, text)
-    plain(console)(f"wrote {file}")

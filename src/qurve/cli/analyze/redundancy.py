@@ -1,4 +1,4 @@
-"""The commands that look into a trained model: `qurve analyze redundancy`."""
+"""The command that says which linear queries a trained model could do without, and what is in the way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
-from tyro.extras import SubcommandApp
 
+from qurve.cli.analyze.shared import as_text, leave, validation_windows
 from qurve.cli.shared import Json, console_for, option, plain
-from qurve.files import write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
 WINDOWS, LONGEST = 4, 256
 """Stretches of the validation data that logits are compared on, and their tokens at most."""
 
-analyze = SubcommandApp()
-"""What can be found in a trained model: `qurve analyze redundancy`."""
 
-
-@analyze.command(name="redundancy")
 def redundancy(
     run: Annotated[Positional[Path], arg(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")],
     weights: Annotated[
@@ -49,40 +44,27 @@ def redundancy(
     as_json: Json = False,
 ) -> int:
     """Say of each block whether its linear query is redundant: what can be absorbed exactly, what is in the way."""
+    import torch
+
     from qurve.analysis.redundancy import redundancy as measure
     from qurve.model.gpt import GPT
 
     model = GPT.from_run(run).double()
     chosen = tuple(dict.fromkeys(weights)) or ("query",)
-    ids_BT = _validation_tokens(run, data, model.config)
+    ids_BT = torch.from_numpy(validation_windows(run, data, min(model.config.context, LONGEST), WINDOWS))
     found = measure(model, ids_BT, chosen, untie, **_limits(model.config, ids_BT))
     before = sum(p.numel() for p in model.parameters())
     tree = _tree(run, found, before, ids_BT)
     console = console_for(as_json)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "redundancy.json", json.dumps(tree, allow_nan=False, indent=1) + "\n")
-        plain(console)(f"wrote {out / 'redundancy.json'}")
+    say = plain(console)
+    leave(out, {"redundancy.json": as_text(tree)}, say)
     if as_json:
         print(json.dumps(tree, allow_nan=False))
         return 0
-    say = plain(console)
     console.print(_table(found))
     for line in _lines(found, before):
         say(line)
     return 0
-
-
-def _validation_tokens(run: Path, data: Path | None, config: ModelConfig) -> torch.Tensor:
-    """Evenly spread stretches of the run's validation data, `[B, T]`."""
-    import torch
-
-    from qurve.data.order import fixed_eval_windows
-    from qurve.generate.text import run_data
-
-    split, length = run_data(run, data).split("val"), min(config.context, LONGEST)
-    starts = fixed_eval_windows(len(split), context=length, count=WINDOWS)
-    return torch.from_numpy(split.windows(starts, length)[0])
 
 
 def _limits(config: ModelConfig, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:

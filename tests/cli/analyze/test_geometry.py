@@ -11,7 +11,7 @@ import pytest
 from fake_study import BASELINE, arm, write_study
 
 from qurve.analysis import conditioning
-from qurve.cli.analyze_geometry import geometry
+from qurve.cli.analyze.geometry import geometry
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder

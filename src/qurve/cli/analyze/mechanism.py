@@ -13,12 +13,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table as Shown
 from tyro.conf import Positional, UseAppendAction, arg
 
+from qurve.cli.analyze.shared import as_text, leave, show
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
-from qurve.files import write_atomic
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -92,19 +91,13 @@ def mechanism(
         from qurve.study.page.mechanism import mechanism_page
 
         words = [f"Step {tree['step']:,}; {tree['windows']} windows of {tree['context']:,} tokens of validation text."]
-        files = {
-            "mechanism.json": json.dumps(tree, allow_nan=False, indent=1) + "\n",
-            "mechanism.html": mechanism_page(f"What f does in {run.name}", words, tree, tables(tree)),
-        }
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            write_atomic(out / name, text)
-            say(f"wrote {out / name}")
+        page = mechanism_page(f"What f does in {run.name}", words, tree, tables(tree))
+        leave(out, {"mechanism.json": as_text(tree), "mechanism.html": page}, say)
     if as_json:
         print(json.dumps(tree, allow_nan=False))
         return 0
     for table in tables(tree):
-        _show(table, console)
+        show(table, console)
     return 0
 
 
@@ -419,14 +412,3 @@ def _by_model_and_layer(tree: dict[str, Any], what: str) -> Iterable[tuple[str, 
     for model, found in tree["probes"].items():
         for layer, group in itertools.groupby(found[what], key=lambda row: row["layer"]):
             yield model, layer, list(group)
-
-
-def _show(table: Table, console: Console) -> None:
-    shown = Shown(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=table.title, title_justify="left")
-    for place, title in enumerate(table.head):
-        shown.add_column(title, justify="right" if place else "left")
-    for row in table.rows:
-        shown.add_row(*row)
-    console.print(shown)
-    for note in table.notes:
-        console.print(note, style="dim", markup=False, highlight=False)

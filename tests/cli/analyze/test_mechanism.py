@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from qurve.analysis.mechanism import fit, interventions, linear_share, window_losses
-from qurve.cli import analyze_mechanism
-from qurve.cli.analyze_mechanism import mechanism
+from qurve.cli.analyze import mechanism as analyze_mechanism
+from qurve.cli.analyze.mechanism import mechanism
 from qurve.data.loader import TokenData
 from qurve.data.order import fixed_eval_windows
 from qurve.errors import BadInput
