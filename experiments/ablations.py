@@ -27,9 +27,9 @@ from qurve.presets.zoo import ANCHORED
 from qurve.projections import Bottleneck
 from qurve.study.definition import Arm, Study
 from qurve.study.evidence import compact_evidence
-from qurve.study.results import load
+from qurve.study.results import StudyResults, load
 from qurve.study.search import Search
-from qurve.study.statistics import summary_rows
+from qurve.study.statistics import rows_between, summary_rows
 from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
 
@@ -126,16 +126,28 @@ PAPER = ablations(
 )
 
 
+def both_questions(results: StudyResults) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows against the linear query, and of the same arms against the layer: one family of tests, since an arm that is
+    tested twice at 5 % has two chances."""
+    layer = next(arm for arm in results.primary if arm.name == LAYER)
+    others = [arm for arm in results.primary if arm is not layer]
+    pairs = [*((results.baseline, arm) for arm in results.primary), *((layer, arm) for arm in others)]
+    found = rows_between(results, pairs)
+    first = {row["arm"]: row for row in found[: len(results.primary)]}
+    as_reference = [row for row in summary_rows(dataclasses.replace(results, baseline=layer)) if row["arm"] == LAYER]
+    rows = [first.get(row["arm"], row) for row in summary_rows(results)]
+    return rows, [*as_reference, *found[len(results.primary) :]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, default=Path("runs/ablations"), help="folder of the finished study")
     parser.add_argument("--out", type=Path, default=EVIDENCE)
     args = parser.parse_args()
     results = load(args.study)
-    layer = next(arm for arm in results.arms if arm.name == LAYER)
-    against_layer = summary_rows(dataclasses.replace(results, baseline=layer))
+    rows, against_layer = both_questions(results)
     search = read_study(args.study / "study.json").get("search")
-    found = {**compact_evidence(results), "against_the_layer": against_layer, "search": search}
+    found = {**compact_evidence(results), "rows": rows, "against_the_layer": against_layer, "search": search}
     write_atomic(args.out, json.dumps(found, indent=1) + "\n")
     for row in against_layer:
         print(f"{row['arm']:16} {row['final_loss']}  against the layer {row['diff']}: {row['verdict']}")

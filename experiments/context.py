@@ -26,9 +26,9 @@ from qurve.model.positions import Rope
 from qurve.projections import Bottleneck, Linear
 from qurve.study.definition import Arm, Study
 from qurve.study.evidence import compact_evidence
-from qurve.study.results import Arm as ArmResults
 from qurve.study.results import StudyResults, load
-from qurve.study.statistics import summary_rows
+from qurve.study.statistics import rows_between
+from qurve.study.tables import chance, difference_in_words, signed
 from qurve.train.config import RunConfig
 from qurve.zoo.projections import GatedOutput
 
@@ -89,17 +89,21 @@ PAPER = contexts(
 )
 
 
-def gains(results: StudyResults) -> Iterator[dict[str, Any]]:
-    """The nonlinear query, rotary positions and the gate, each where all else is alike.
-
-    Intervals are of the one difference: nothing is corrected for how many there are.
-    """
+def gains(results: StudyResults) -> list[dict[str, Any]]:
+    """The nonlinear query, rotary positions and the gate, each where all else is alike: one family of tests."""
     arms = {arm.name: arm for arm in results.arms}
-    for name in arms:
-        for what, old, new in (("query", "linear", "nonlinear"), ("rotary", "", "+rope"), ("gate", "", "+gate")):
-            other = _with(name, what, old, new)
-            if other in arms:
-                yield {"of": what, "from": name, "to": other, **_difference(results, arms[name], arms[other])}
+    changes = [
+        (what, name, other)
+        for name in arms
+        for what, old, new in (("query", "linear", "nonlinear"), ("rotary", "", "+rope"), ("gate", "", "+gate"))
+        if (other := _with(name, what, old, new)) in arms
+    ]
+    rows = rows_between(results, [(arms[before], arms[after]) for _, before, after in changes])
+    left_out = ("arm", "flops_per_token")
+    return [
+        {"of": what, "from": before, "to": after, **{key: row[key] for key in row if key not in left_out}}
+        for (what, before, after), row in zip(changes, rows, strict=True)
+    ]
 
 
 def _with(name: str, what: str, old: str, new: str) -> str | None:
@@ -112,10 +116,15 @@ def _with(name: str, what: str, old: str, new: str) -> str | None:
     return "+".join([query, *sorted([*around, new.strip("+")], key=("rope", "modern", "gate").index)])
 
 
-def _difference(results: StudyResults, before: ArmResults, after: ArmResults) -> dict[str, Any]:
-    """One arm against another, as the study's statistics have it."""
-    pair = dataclasses.replace(results, baseline=before, arms=(before, after))
-    return {key: value for key, value in summary_rows(pair)[1].items() if key not in ("arm", "flops_per_token")}
+def in_words(found: list[dict[str, Any]]) -> Iterator[str]:
+    """The gains for the terminal."""
+    yield "Relative log-loss: plus is a gain. Difference in nats per token with its own 95 % interval: minus is a gain."
+    for gain in found:
+        dll, difference = signed(gain["dll_percent"], 2, "%"), difference_in_words(gain)
+        of = f"{gain['of']}: {gain['from']} -> {gain['to']}"
+        p = f"p = {chance(gain['p_holm'])} (Holm)"
+        yield f"{of}: {dll}, {difference}, n = {gain['seeds_n']}, {p}; {gain['verdict']}"
+    yield f"yardstick: {signed(YARDSTICK['dll_percent'], 2, '%')}, {YARDSTICK['what']}"
 
 
 def main() -> None:
@@ -124,11 +133,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=EVIDENCE)
     args = parser.parse_args()
     results = load(args.study)
-    found = {**compact_evidence(results), "gains": list(gains(results)), "yardstick": YARDSTICK}
+    found = {**compact_evidence(results), "gains": gains(results), "yardstick": YARDSTICK}
     write_atomic(args.out, json.dumps(found, indent=1) + "\n")
-    for gain in found["gains"]:
-        print(f"{gain['of']:7} {gain['from']} -> {gain['to']}: {gain['dll_percent']} % log-loss, {gain['verdict']}")
-    print(f"yardstick: {YARDSTICK['dll_percent']} %, {YARDSTICK['what']}")
+    print("\n".join(in_words(found["gains"])))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import platform
 import signal
 import statistics
@@ -45,6 +46,7 @@ from qurve.files import write_atomic
 from qurve.model.config import ModelConfig
 from qurve.projections import Bottleneck, Identity
 from qurve.runfolder import RunFolder
+from qurve.study.paired import holm
 from qurve.train.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 from qurve.train.loop import train
 
@@ -55,6 +57,8 @@ HELD_OUT = 400_000
 """Tokens of validation and of test, each."""
 SEARCH_SEED = 101
 FLOOR = 0.1
+LEAST_SEEDS = 3
+"""Fewer decide nothing."""
 MARGIN = 1.3
 """A run is begun when so many times the longest one's time is left."""
 
@@ -229,9 +233,48 @@ def made(plan: Plan, job: Job, data: TokenData) -> dict[str, Any]:
     }
 
 
+def edges(plan: Plan, best: dict[str, float | None]) -> list[str]:
+    """The arms that are best at the lowest or the highest rate tried: a better one may lie outside."""
+    return [arm for arm, lr in best.items() if lr in (min(plan.rates), max(plan.rates))]
+
+
+def within(t: float, freedom: int) -> float:
+    """The chance that Student's t lies between `-t` and `t`: Abramowitz and Stegun 26.7.3 and 26.7.4, for there may be
+    no SciPy here."""
+    angle = math.atan(t / math.sqrt(freedom))
+    term = math.cos(angle) if freedom % 2 else 1.0
+    total = term if freedom > 1 else 0.0
+    for k in range(3 if freedom % 2 else 2, freedom - 1, 2):
+        term *= (k - 1) / k * math.cos(angle) ** 2
+        total += term
+    return 2 / math.pi * (angle + math.sin(angle) * total) if freedom % 2 else math.sin(angle) * total
+
+
+def paired(differences: list[float]) -> dict[str, float | None]:
+    """Mean, 95 % t interval and the paired t test's p (None with fewer than two), as `qurve.study.paired` has them."""
+    mean, n = statistics.fmean(differences), len(differences)
+    if n < 2:
+        return {"diff": mean, "low": None, "high": None, "p": None}
+    error, low, high = statistics.stdev(differences) / math.sqrt(n), 0.0, 13.0
+    while high - low > 1e-9:  # 12.7 is the largest that it can be, with two differences
+        middle = (low + high) / 2
+        low, high = (low, middle) if within(middle, n - 1) > 0.95 else (middle, high)
+    p = float(mean == 0) if error == 0 else 1 - within(abs(mean) / error, n - 1)
+    return {"diff": mean, "low": mean - low * error, "high": mean + low * error, "p": max(0.0, p)}
+
+
 def summary(plan: Plan, done: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rates chosen, and each arm's losses less the baseline's for the seeds that every arm has finished."""
+    """Rates chosen, and each arm's losses less the baseline's for the seeds that every arm has finished.
+
+    The interval is the arm's own, p is corrected by Holm for all arms. No p for an arm that broke with some seed, or
+    where the baseline did, nor with fewer than three seeds.
+    """
     best = chosen(plan, done)
+    broken = {
+        (run["arm"], run["seed"])
+        for run in done
+        if run["seed"] != SEARCH_SEED and run["lr"] == best[run["arm"]] and run["diverged"] is not None
+    }
     losses = {
         (run["arm"], run["seed"]): run
         for run in done
@@ -239,14 +282,20 @@ def summary(plan: Plan, done: list[dict[str, Any]]) -> dict[str, Any]:
     }
     trained = [arm for arm, lr in best.items() if lr is not None]
     seeds = [n for n in range(1, plan.most_seeds + 1) if trained and all((arm, n) in losses for arm in trained)]
-    found: dict[str, Any] = {"chosen": best, "seeds": seeds, "arms": {}}
+    found: dict[str, Any] = {"chosen": best, "edges": edges(plan, best), "seeds": seeds, "arms": {}}
+    found["diverged"] = [f"{arm}, seed {seed}" for arm, seed in sorted(broken)]
     for arm in trained if seeds and "baseline" in trained else ():
         of = found["arms"][arm] = {}
         for split in plan.base.eval.splits:
             differences = [losses[arm, n][split] - losses["baseline", n][split] for n in seeds]
             of[split] = statistics.fmean(losses[arm, n][split] for n in seeds)
             of[f"{split}_differences"] = differences
-        of["diff"] = statistics.fmean(of["test_differences"])
+        of |= paired(of["test_differences"])
+        if len(seeds) < LEAST_SEEDS or {arm, "baseline"} & {name for name, _ in broken}:
+            of["p"] = None
+    others = [arm for arm in found["arms"] if arm != "baseline"]
+    for arm, p_holm in zip(others, holm([found["arms"][arm]["p"] for arm in others]), strict=True):
+        found["arms"][arm]["p_holm"] = p_holm
     return found
 
 
@@ -321,7 +370,15 @@ def show(plan: Plan, done: list[dict[str, Any]]) -> None:
     found = summary(plan, done)
     print(f"{len(done)} runs; seeds that every arm has finished: {len(found['seeds'])}")
     for arm, of in found["arms"].items():
-        print(f"{arm:18} rate {found['chosen'][arm]:g}  test {of['test']:.4f}  against the baseline {of['diff']:+.4f}")
+        said = f"{arm:18} rate {found['chosen'][arm]:g}  test {of['test']:.4f}"
+        if arm != "baseline":
+            between = "" if of["low"] is None else f" [{of['low']:+.4f}, {of['high']:+.4f}]"
+            p = "no p" if of["p_holm"] is None else f"p (Holm) {of['p_holm']:.4f}"
+            said += f"  against the baseline {of['diff']:+.4f}{between}  {p}"
+        print(said)
+    for what, names in (("best at the edge of the rates tried", found["edges"]), ("diverged", found["diverged"])):
+        if names:
+            print(f"{what}: {'; '.join(names)}")
 
 
 def main() -> None:

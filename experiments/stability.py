@@ -86,11 +86,14 @@ def main() -> None:
     results = load(args.study)
     found = {"machine": machine(results), **evidence(results)}
     write_atomic(args.out, json.dumps(found, indent=1) + "\n")
-    for claim in found["claims"]:
-        print(
-            f"{claim['verdict']:9} {claim['arm']}, {claim['multiple']:.3g} x the baseline's rate, decay "
-            f"{claim['weight_decay']:g}, said to be {claim['says']}: {claim['why']}"
-        )
+    for standing in ("published", "disputed", "our inference"):
+        print(f"{standing}:")
+        for claim in (claim for claim in found["claims"] if claim["standing"] == standing):
+            print(
+                f"  {claim['verdict']}: {claim['arm']}, {claim['multiple']:.3g} x the baseline's rate, decay "
+                f"{claim['weight_decay']:g}, {claim['says_in_words']} ({claim['text']}; {claim['source']}): "
+                f"{claim['why']}"
+            )
     print(f"{found['scale']}, seeds {found['seeds']}. {found['note']}")
 
 

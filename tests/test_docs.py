@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from qurve import presets
+from qurve import plugins, presets
+from qurve.accounting import PEAK_FLOPS
 from qurve.cli import COMMANDS
 from qurve.study.definition import Study
-from qurve.study.statistics import ROW_KEYS
+from qurve.study.plan import make_plan, plan_ladder
+from qurve.study.tables import CSV_KEYS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -53,17 +55,54 @@ def test_every_piece_of_evidence_is_explained() -> None:
     assert [file.name for file in (ROOT / "results").glob("*.json") if f"results/{file.name}" not in said] == []
 
 
+def test_what_is_planned_takes_what_is_said() -> None:
+    """Runs and FLOPs of every planned study are counted anew; every experiment with a plan is in the table."""
+    text = (ROOT / "REPRODUCE.md").read_text(encoding="utf-8")
+    table = text.partition("| `PAPER` of |")[2].partition("\n\n")[0]
+    said = {
+        line.split("`")[1]: line.strip(" |").split(" | ")[-3:] for line in table.splitlines() if "`experiments/" in line
+    }
+    plugins.make_importable(ROOT / "experiments")
+    planned = {}
+    for file in sorted((ROOT / "experiments").glob("*.py")):
+        found = runpy.run_path(str(file))
+        wanted = found.get("PAPER") or (found.get("STUDY") if file.stem == "ten_million" else None)
+        if wanted is not None:
+            plan = make_plan(wanted, 0.01, None) if isinstance(wanted, Study) else plan_ladder(wanted, None)
+            days = plan["flops"] / (0.4 * PEAK_FLOPS["NVIDIA H200"]["bf16"]) / 86400
+            figures = [f"{plan['runs']:,}", f"{plan['flops']:.3g}", f"{days:.0f}" if days > 1 else f"{days:.2g}"]
+            planned[f"experiments/{file.name}"] = figures
+    assert said == planned
+
+
 def test_the_guide_explains_every_figure_of_a_row() -> None:
     text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
     keys = re.findall(r"^\| (`.*?) \| ", text.partition("### A row's figures")[2], flags=re.MULTILINE)
-    assert re.findall(r"`(\w+)`", " ".join(keys)) == [*ROW_KEYS, "diverged"]
+    assert re.findall(r"`(\w+)`", " ".join(keys)) == list(CSV_KEYS)
+
+
+def snippets(text: str) -> list[str]:
+    """The blocks of Python on a page."""
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=(?:\n)*    ))+", text, flags=re.MULTILINE)
+    found = ["\n".join(line[4:] for line in block.splitlines()) + "\n" for block in blocks]
+    return [code for code in found if re.search(r"^(?:from|import) \w", code, flags=re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", ["compare", "scaling"])
+def test_a_piece_of_python_defines_what_it_uses(page: str) -> None:
+    codes = snippets((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    assert len(codes) > 1
+    for code in codes:
+        ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+        checked = subprocess.run(ruff, input=code, capture_output=True, text=True)
+        assert checked.returncode == 0, code + checked.stdout
 
 
 def test_the_guides_own_studies_work(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
-    codes = re.findall(r"((?:    .*\n|\n)*    STUDY = (?:.*\n)(?:    .*\n|\n)*)", text)
-    assert len(codes) == 2
+    codes = [code for code in snippets(text) if "STUDY = " in code]
+    assert len(codes) == 3
     for code in codes:
         file = tmp_path / "my_study.py"
-        file.write_text("\n".join(line[4:] for line in code.splitlines()))
+        file.write_text(code)
         assert isinstance(runpy.run_path(str(file))["STUDY"], Study)

@@ -49,7 +49,7 @@ def test_the_noise_floor_comes_first_and_asks_for_seeds(tmp_path: Path) -> None:
     text, of = section(text, "The noise floor"), tree["noise"]
     for key in ("baseline", "differences"):
         assert f"| 3 | {of[key]['value']:.4f} [{of[key]['low']:.4f}, {of[key]['high']:.4f}] |" in text
-    assert "| A/A: cannot be told apart from the noise (3 seeds), as it should be |" in text
+    assert "| cannot be told apart from the noise (3 seeds), as an A/A arm should be |" in text
     line = of["seeds_needed"][-1]
     assert f"| 2.4 % | {line['effect_nats']:.4f} | {line['seeds']['value']} | {line['seeds']['low']} to " in text
     assert f"3 seeds see {of['detectable_percent']:.2f} % and more." in text
@@ -103,12 +103,25 @@ def test_a_gain_is_followed_along_the_steps(tmp_path: Path) -> None:
     found = load(write_study(tmp_path / "study", (BASELINE, NONLINEAR), search=False))
     text = write(tmp_path, "figure2", compact_evidence(found) | {"curves": curves(found), "unknown": ["who ran it"]})
     text = section(text, "Figure 2")
-    assert "| configuration | parameters | step 20 |" in text
+    assert "| configuration | parameters | n | step 20 |" in text
     assert "| step 400 |" in text
     assert "- who ran it" in text
+    last = curves(found)["res-gelu"]["gain_percent"][-1]
+    shown = f"{last['mean']:+.2f} ({last['smallest']:+.2f} to {last['largest']:+.2f})"
+    assert "| Res. GELU (nonlinear query) | 800,512 | 3 | " in text
+    assert f"| {shown} |" in text
+    row = compact_evidence(found)["rows"][1]
+    assert f"{row['diff']:+.4f} [{row['diff_low']:+.4f}, {row['diff_high']:+.4f}]" in text.partition("At the end:")[2]
 
 
-def test_stability_says_which_claims_hold(tmp_path: Path) -> None:
+def test_a_gain_of_one_seed_has_no_spread(tmp_path: Path) -> None:
+    curves = runpy.run_path(str(ROOT / "experiments" / "figure2.py"))["curves"]
+    found = load(write_study(tmp_path / "study", (BASELINE, NONLINEAR), seeds=(1,), search=False))
+    text = write(tmp_path, "figure2", compact_evidence(found) | {"curves": curves(found), "unknown": []})
+    assert " to " not in section(text, "Figure 2").partition("| configuration")[2].partition("At the end")[0]
+
+
+def test_stability_says_what_is_seen_of_the_claims_and_what_is_an_inference(tmp_path: Path) -> None:
     points = tuple(
         arm(f"baseline@{lr:g}-0.05", "B", config=config(train__lr=lr, train__weight_decay=0.05)) for lr in (2e-3, 1e-2)
     )
@@ -116,7 +129,13 @@ def test_stability_says_which_claims_hold(tmp_path: Path) -> None:
     found = load(write_study(tmp_path / "study", points, seeds=(1,), search=False, fates=fates))
     text = section(write(tmp_path, "stability", stability_evidence(found)), "Stability")
     assert "| baseline | 0.05 | 0.002 |" in text
-    assert "| diverges | 0.002 | **refuted** |" in text
+    said, _, inferred = text.partition("What we infer from it")
+    claim = (
+        "said to diverge: diverges before step 20,000 of 60,000 at this decay | arXiv 2603.13381, section 2.2 | 0.002"
+    )
+    assert f"{claim} | **not tested: shorter** |" in said
+    assert "inferred" not in said
+    assert inferred.count("inferred to diverge: no statement of ") == 3
     assert "**not run**" in text
 
 
@@ -152,7 +171,15 @@ def test_a_ladder_shows_rungs_and_slopes(tmp_path: Path) -> None:
 def test_a_gpus_quarter_of_an_hour(tmp_path: Path) -> None:
     arms = {
         "baseline": {"val": 4.0, "test": 4.1, "test_differences": [0.0] * 3, "diff": 0.0},
-        "res-gelu": {"val": 3.9, "test": 4.0, "test_differences": [-0.11, -0.1, -0.09], "diff": -0.1},
+        "res-gelu": {
+            "val": 3.9,
+            "test": 4.0,
+            "diff": -0.1,
+            "low": -0.1248,
+            "high": -0.0752,
+            "p": 0.003,
+            "p_holm": 0.0033,
+        },
     }
     tree = {
         "command": "python x.py",
@@ -161,11 +188,14 @@ def test_a_gpus_quarter_of_an_hour(tmp_path: Path) -> None:
         "runs": [],
         **{"steps": 300, "tokens_per_step": 32_768, "rates": [1e-3, 2e-3], "search_seed": 101},
         "non_embedding": {"baseline": 10, "res-gelu": 11},
-        "summary": {"chosen": {"baseline": 1e-3, "res-gelu": 2e-3, "mlp": None}, "seeds": [1, 2, 3], "arms": arms},
+        "summary": {"chosen": {"baseline": 1e-3, "res-gelu": 2e-3, "mlp": None}, "seeds": [1, 2, 3], "arms": arms}
+        | {"edges": ["res-gelu"], "diverged": ["qk-norm, seed 2"]},
     }
     text = section(write(tmp_path, "quarter-hour-gpu", tree), "Ten minutes of a GPU")
     assert "`python x.py`; a large one; torch 9.9" in text
-    assert "| res-gelu | 11 | 0.002 | 3.9000 | 4.0000 | -0.1000 [-0.1248, -0.0752] | 0.0033 |" in text
+    assert "| res-gelu | 11 | 0.002 (edge) | 3.9000 | 4.0000 | -0.1000 [-0.1248, -0.0752] | 0.0033 |" in text
+    assert "Best at the edge of the rates tried, so that a better one may lie outside: res-gelu." in text
+    assert "Diverged at the chosen rate: qk-norm, seed 2." in text
     assert "Without a rate at which it trains: mlp." in text
     with pytest.raises(ValueError, match="no evidence"):
         write(tmp_path, "quarter-hour-gpu", tree | {"rehearsal": True})

@@ -20,8 +20,6 @@ from typing import Any
 from qurve.study.apart import apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
 from qurve.study.ladder_results import lines, load_ladder, percent
-from qurve.study.paired import holm, paired_interval, paired_p
-from qurve.study.power import LEAST_SEEDS
 from qurve.study.searched import read_evidence
 from qurve.study.tables import AT_BASELINE
 
@@ -283,35 +281,59 @@ def figure2(file: Path) -> Iterator[str]:
     curves = evidence["curves"].values()
     steps = sorted({point["step"] for curve in curves for point in curve["gain_percent"]})
     shown = sorted({steps[round(i * (len(steps) - 1) / (SHOWN - 1))] for i in range(SHOWN)}) if steps else []
-    yield "Gain in log-loss over the baseline at the same step, per cent; mean over the seeds."
+    yield (
+        "Gain in log-loss over the baseline at the same step, per cent: mean over the seeds (n), and from the smallest "
+        "to the largest of them."
+    )
     yield table(
-        ["configuration", "parameters", *(f"step {step:,}" for step in shown)],
+        ["configuration", "parameters", "n", *(f"step {step:,}" for step in shown)],
         [
             [
                 curve["label"],
                 f"{curve['non_embedding']:,}",
-                *(figure({p["step"]: p["mean"] for p in curve["gain_percent"]}.get(step), "+.2f") for step in shown),
+                str(curve["seeds"]),
+                *(spread({p["step"]: p for p in curve["gain_percent"]}.get(step), curve["seeds"]) for step in shown),
             ]
             for curve in curves
         ],
     )
-    yield from verdicts(evidence)
+    yield "At the end:"
+    yield from compared(evidence)
     yield "Not published, and so not in the plan for the paper's scale:\n\n" + "\n".join(
         f"- {line}" for line in evidence["unknown"]
     )
 
 
+def spread(point: Evidence | None, seeds: int) -> str:
+    """`+1.20 (+1.00 to +1.40)`; of one seed the number alone."""
+    if point is None or seeds < 2:
+        return figure(point and point["mean"], "+.2f")
+    return f"{point['mean']:+.2f} ({point['smallest']:+.2f} to {point['largest']:+.2f})"
+
+
 def stability(file: Path) -> Iterator[str]:
     evidence = read(file)
     yield table(
-        ["arm", "decay", "largest stable rate", "sensitivity to the rate", "largest attention logit", "spikes"],
+        [
+            "arm",
+            "decay",
+            "largest stable rate",
+            "largest without divergence",
+            "sensitivity to the rate",
+            "largest attention logit",
+            "spikes",
+        ],
         [
             [
                 found["arm"],
                 f"{line['weight_decay']:g}",
-                NONE
-                if line["largest_stable_lr"] is None
-                else f"{line['largest_stable_lr']:g}{' (the largest tried)' if line['largest_tried'] else ''}",
+                *(
+                    NONE if line[key] is None else f"{line[key]:g}{' (the largest tried)' if line[tried] else ''}"
+                    for key, tried in (
+                        ("largest_stable_lr", "largest_tried"),
+                        ("largest_finished_lr", "largest_finished_tried"),
+                    )
+                ),
                 figure(line["sensitivity"], ".3f"),
                 figure(max((c["max_logit"] for c in cells if c["max_logit"] is not None), default=None), ".1f"),
                 str(sum(cell["spikes"] for cell in cells if cell["spikes"] is not None)),
@@ -321,21 +343,32 @@ def stability(file: Path) -> Iterator[str]:
             for cells in [[c for c in found["cells"] if c["weight_decay"] == line["weight_decay"]]]
         ],
     )
-    yield table(
-        ["claim", "said to be", "at rate", "verdict", "why"],
+    inferences = [claim for claim in evidence["claims"] if claim["standing"] == "our inference"]
+    yield "What was published, and what is seen here:"
+    yield claims_in_table([claim for claim in evidence["claims"] if claim not in inferences])
+    yield wrapped(
+        "What we infer from it, and what is seen here. Nobody published these: whatever is seen of them says nothing "
+        "of the paper."
+    )
+    yield claims_in_table(inferences)
+    yield wrapped(evidence["note"])
+
+
+def claims_in_table(claims: list[Evidence]) -> str:
+    return table(
+        ["point", "claim", "where", "at rate", "seen", "why"],
         [
             [
-                f"{claim['arm']}, {claim['multiple']:.3g} x the baseline's rate, decay {claim['weight_decay']:g} "
-                f"({claim['source']})",
-                claim["says"],
+                f"{claim['arm']}, {claim['multiple']:.3g} x the baseline's rate, decay {claim['weight_decay']:g}",
+                f"{claim['says_in_words']}: {claim['text']}",
+                claim["source"],
                 f"{claim['judged_at']:g}",
-                f"**{claim['verdict']}**" + (f", {claim['found']} here" if claim["verdict"] == "disputed" else ""),
+                f"**{claim['verdict']}**" + (" (the sources do not agree)" if claim["standing"] == "disputed" else ""),
                 claim["why"],
             ]
-            for claim in evidence["claims"]
+            for claim in claims
         ],
     )
-    yield evidence["note"]
 
 
 def ablations(file: Path) -> Iterator[str]:
@@ -351,7 +384,7 @@ def context(file: Path) -> Iterator[str]:
     evidence = read(file)
     labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
     yield table(
-        ["gain of", "from", "to", "difference", "log-loss", "p, not corrected", "verdict"],
+        ["gain of", "from", "to", "difference", "log-loss", "p", "p (Holm)", "verdict"],
         [
             [
                 gain["of"],
@@ -360,6 +393,7 @@ def context(file: Path) -> Iterator[str]:
                 interval(gain["diff"], gain["diff_low"], gain["diff_high"]),
                 NONE if gain["dll_percent"] is None else f"{gain['dll_percent']:+.2f} %",
                 probability(gain["p"]),
+                probability(gain["p_holm"]),
                 gain["verdict"],
             ]
             for gain in evidence["gains"]
@@ -397,10 +431,6 @@ def quarter_hour(file: Path) -> Iterator[str]:
         raise ValueError("a rehearsal on a CPU is no evidence of a GPU: remove it from results/")
     found, sizes = evidence["summary"], evidence["non_embedding"]
     seeds = found["seeds"]
-    others = [arm for arm in found["arms"] if arm != "baseline"]
-    differences = {arm: found["arms"][arm]["test_differences"] for arm in others}
-    enough = len(seeds) >= LEAST_SEEDS
-    adjusted = dict(zip(others, holm([paired_p(differences[arm]) if enough else None for arm in others]), strict=True))
     yield (
         f"{len(evidence['runs'])} runs of {evidence['steps']:,} steps of {evidence['tokens_per_step']:,} tokens; rates "
         f"{', '.join(f'{rate:g}' for rate in evidence['rates'])} with seed {evidence['search_seed']}, then seeds "
@@ -412,17 +442,24 @@ def quarter_hour(file: Path) -> Iterator[str]:
             [
                 arm,
                 f"{sizes[arm]:,}",
-                f"{found['chosen'][arm]:g}",
+                f"{found['chosen'][arm]:g}{' (edge)' if arm in found['edges'] else ''}",
                 figure(of["val"]),
                 figure(of["test"]),
-                NONE
-                if arm == "baseline"
-                else interval(*(paired_interval(differences[arm]) if len(seeds) > 1 else (of["diff"], None, None))),
-                probability(adjusted.get(arm)),
+                NONE if arm == "baseline" else interval(of["diff"], of["low"], of["high"]),
+                probability(of.get("p_holm")),
             ]
             for arm, of in found["arms"].items()
         ],
     )
+    if found["edges"]:
+        yield wrapped(
+            f"Best at the edge of the rates tried, so that a better one may lie outside: {', '.join(found['edges'])}."
+        )
+    if found["diverged"]:
+        yield wrapped(
+            f"Diverged at the chosen rate: {'; '.join(found['diverged'])}. What is left is of the seeds that every arm "
+            "survived, and an arm that broke has no p."
+        )
     lost = [arm for arm, rate in found["chosen"].items() if rate is None]
     if lost:
         yield f"Without a rate at which it trains: {', '.join(lost)}."
@@ -470,8 +507,8 @@ SECTIONS = (
     Section(
         "Stability",
         "stability.json",
-        "What rates and decays does each architecture tolerate, and do the published claims hold at this scale? A "
-        "point is unstable when a run diverges or ends well above its architecture's best.",
+        "What rates and decays does each architecture tolerate, and what is seen of the published claims at this "
+        "scale? A point diverges, or ends on a plateau well above its architecture's best, or is stable.",
         stability,
         "What happens late in a long training: the baseline's divergence at decay 0.05 was seen before step "
         "20,000, and these runs are far shorter. One seed a point: a map of where to look, no test.",

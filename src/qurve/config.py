@@ -34,6 +34,11 @@ NOT_HASHED = {"hash": False}
 """Field metadata for what does not change the numbers: where and how a run is stored, logged, checkpointed, stopped."""
 
 
+def or_else(words: str) -> dict[str, str]:
+    """Field metadata of an optional field: what takes its place where it is None, in words, for tables of settings."""
+    return {"or_else": words}
+
+
 @dataclass(frozen=True)
 class Choice:
     """Base of configurations that come in several registered kinds. A direct subclass opens a registry of its own."""
@@ -132,6 +137,14 @@ def content_hash(config: Any) -> str:
 def differences(a: Any, b: Any) -> dict[str, tuple[Any, Any]]:
     """The leaves in which two configurations differ: `{"train.lr": (0.001, 0.002), …}`."""
     return _differences(_flatten(to_dict(a), ""), _flatten(to_dict(b), ""))
+
+
+def in_place_of_none(config: Any, path: str) -> str:
+    """What the configuration takes where the setting at `path` is None, in words; "none" where nothing does."""
+    *nodes, leaf = path.split(".")
+    for name in nodes:
+        config = getattr(config, name)
+    return next((str(f.metadata.get("or_else", "none")) for f in dataclasses.fields(config) if f.name == leaf), "none")
 
 
 def hashed_leaves(config: Any) -> dict[str, Any]:

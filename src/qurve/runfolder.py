@@ -30,6 +30,8 @@ from qurve.errors import BadInput, did_you_mean
 from qurve.files import LOCK, remove, write_atomic
 
 FORMAT = 1
+MEASURED = ("compile_seconds", "peak_memory_bytes")
+"""What `environment.json` gets of the run itself: these differ between two runs in the same environment."""
 
 Status = Literal["running", "finished", "diverged", "failed", "stopped"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import html
 import json
 import os
 import shutil
@@ -78,7 +80,7 @@ def again(study_file: Path, data_folder: Path, study: Path) -> Callable[..., Out
 
 def test_compare_leaves_runs_and_a_report(compared: tuple[Path, Outcome]) -> None:
     folder, _ = compared
-    assert sorted(path.name for path in folder.iterdir()) == ["report", "runs", "study.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["definition", "report", "runs", "study.json"]
     for arm in ("baseline", "wide"):
         for seed in (1, 2, 3):
             run = RunFolder(folder / "runs" / arm / f"seed-{seed}")
@@ -87,7 +89,8 @@ def test_compare_leaves_runs_and_a_report(compared: tuple[Path, Outcome]) -> Non
     names = {path.name for path in (folder / "report").iterdir()}
     assert {"report.html", "table.csv", "table.tex"} <= names
     assert {Path(name).suffix for name in names} >= {".svg", ".png"}
-    assert (folder / "report" / "table.csv").read_text().splitlines()[0] == f"{ROW_KEYS} diverged".replace(" ", ",")
+    head = (folder / "report" / "table.csv").read_text().splitlines()[0]
+    assert head.split(",") == f"{ROW_KEYS} diverged weight_decay lr min_lr".split()
 
 
 def test_compare_prints_one_document_with_the_agreed_keys(compared: tuple[Path, Outcome]) -> None:
@@ -107,6 +110,17 @@ def test_compare_prints_one_document_with_the_agreed_keys(compared: tuple[Path, 
     assert wide["diff"] == pytest.approx(mean["wide"] - mean["baseline"])
     assert wide["diff_low"] < wide["diff"] < wide["diff_high"]
     assert "[6/6]" in done.err
+
+
+def test_a_studys_own_file_is_kept_and_named_where_it_is_made_again(
+    study_file: Path, compared: tuple[Path, Outcome]
+) -> None:
+    copy = compared[0] / "definition" / study_file.name
+    assert copy.read_text() == GOOD
+    digest = hashlib.sha256(GOOD.encode()).hexdigest()
+    for name in ("report.md", "report.html"):
+        text = html.unescape((compared[0] / "report" / name).read_text())
+        assert f"# definition/{study_file.name} in the study's folder, sha256 {digest}" in text
 
 
 def test_compare_again_keeps_every_run(again: Callable[..., Outcome], study: Path) -> None:
@@ -266,11 +280,28 @@ def test_a_study_is_planned_from_what_another_found(study_file: Path, study: Pat
     assert plan["hours"] > 0
     evidence = study / "report" / "evidence.json"
     kept = call("study", "plan", study_file, "--from", evidence, "--effect", "5%", "--json").json
-    assert {**kept, "source": ""} == {**plan, "source": ""}
+    assert {**kept, "source": "", "timed_by": ""} == {**plan, "source": "", "timed_by": ""}
     told = words(call("study", "plan", study_file, "--from", study, "--effect", "5%").out)
     assert f"you need n = {plan['seeds_needed']:,} seeds" in told
-    assert "No noise figure is known" in words(call("study", "plan", study_file).out)
+    alone = words(call("study", "plan", study_file).out)
+    assert "No noise figure is known" in alone
+    assert "An estimate: " in alone
+    assert "of what a matrix product reaches on this machine" in alone
     assert snapshot(tmp_path) == before
+
+
+def test_a_ladder_is_planned_rung_by_rung(study: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from qurve.study.ladder import load_definition\nLADDER = load_definition('paper')\n")
+    plan = call("study", "plan", file, "--from", study, "--json").json
+    assert [row["rung"] for row in plan["rungs"]][:2] == ["12x768@20", "24x1024@20"]
+    assert plan["flops"] == pytest.approx(sum(row["flops"] for row in plan["rungs"]))
+    told = words(call("study", "plan", file, "--from", study).out)
+    assert "12x768@240" in told
+    assert "An estimate: " in told
+    done = call("study", "plan", file, "--pool", tmp_path)
+    assert done.code == 2
+    assert "--pool is for a study" in done.err
 
 
 def test_a_plan_counts_what_a_pool_holds(

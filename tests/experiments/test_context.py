@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from fake_study import arm, config, write_study
 
 from qurve.study.definition import load_study
+from qurve.study.tables import signed
 
 FILE = Path(__file__).parents[2] / "experiments" / "context.py"
 
@@ -64,4 +66,11 @@ def test_gains_are_taken_where_all_else_is_alike(
         assert gain["diff"] == pytest.approx(sum(after[seed] - before[seed] for seed in "12") / 2)
         assert gain["diff_low"] < gain["diff"] < gain["diff_high"]
     assert tree["yardstick"]["dll_percent"] == 1.78
-    assert "yardstick: 1.78 %" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "yardstick: +1.78 %" in told
+    assert "plus is a gain" in told
+    assert not re.search(r"\d\.\d{5}", told), "a number that is not rounded"
+    for gain in tree["gains"]:
+        (line,) = [line for line in told.splitlines() if f" {gain['from']} -> {gain['to']}:" in line]
+        assert signed(gain["dll_percent"], 2, "%") in line
+        assert f"[{signed(gain['diff_low'], 4)}, {signed(gain['diff_high'], 4)}], n = 2, p = " in line

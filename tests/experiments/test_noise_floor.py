@@ -79,7 +79,7 @@ def test_evidence_of_a_folder(
     monkeypatch.setattr(sys, "argv", ["noise_floor.py", "--study", str(tmp_path / "study"), "--out", str(out)])
     module["main"]()
     tree = json.loads(out.read_text())
-    assert tree["rows"][1]["verdict"].startswith("A/A: ")
+    assert tree["rows"][1]["verdict"].endswith("as an A/A arm should be")
     assert str(tmp_path) not in out.read_text()
     told = capsys.readouterr().out
     assert f"A/A: {tree['rows'][1]['diff']:+.4f}" in told

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import runpy
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qurve.accounting import count
 from qurve.errors import BadInput
+from qurve.study.paired import holm, paired_interval, paired_p
 
 FILE = Path(__file__).parents[2] / "experiments" / "quarter_hour_gpu.py"
 
@@ -68,6 +73,66 @@ def test_seeds_count_once_every_arm_has_them(script: SimpleNamespace) -> None:
     assert found["seeds"] == [1]
     assert found["arms"]["res-gelu"]["test_differences"] == [pytest.approx(-0.1)]
     assert script.summary(script.REHEARSAL, done)["seeds"] == [1, 2]
+
+
+@given(st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=2, max_size=9))
+def test_interval_and_p_are_those_of_a_study_without_scipy(differences: list[float]) -> None:
+    found = SimpleNamespace(**runpy.run_path(str(FILE))) if not PAIRED else PAIRED[0]
+    PAIRED[:] = [found]
+    of = found.paired(differences)
+    assert (of["diff"], of["low"], of["high"]) == pytest.approx(paired_interval(differences), abs=1e-6)
+    assert of["p"] == pytest.approx(paired_p(differences), abs=1e-9)
+
+
+PAIRED: list[Any] = []
+"""The script, read once."""
+
+
+def test_one_seed_has_no_interval_and_two_no_p(script: SimpleNamespace) -> None:
+    done = all_runs(script, lambda job: 3.0 - 0.1 * (job.arm == "res-gelu") - 0.01 * job.seed)
+    one = script.summary(script.REHEARSAL, done[:-1])["arms"]["res-gelu"]
+    assert (one["low"], one["high"], one["p"], one["p_holm"]) == (None, None, None, None)
+    two = script.summary(script.REHEARSAL, done)["arms"]["res-gelu"]
+    assert two["low"] is not None
+    assert (two["p"], two["p_holm"]) == (None, None)
+
+
+def test_p_is_corrected_for_all_arms_and_an_arm_that_broke_has_none(
+    script: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = dataclasses.replace(script.REHEARSAL, most_seeds=4)
+
+    def loss(job: Any) -> float | None:
+        if (job.arm, job.seed) == ("qk-norm", 4):
+            return None
+        return 3.0 - 0.1 * (job.arm == "res-gelu") + zlib.crc32(f"{job}".encode()) % 97 / 5_000 + (job.lr > 5e-3)
+
+    done: list[Any] = []
+    while (job := script.to_do(plan, done)) is not None:
+        done.append(run(job, loss(job)))
+    found = script.summary(plan, done)
+    assert (found["seeds"], found["diverged"]) == ([1, 2, 3], ["qk-norm, seed 4"])
+    ps = {arm: of["p"] for arm, of in found["arms"].items() if arm != "baseline"}
+    assert ps["qk-norm"] is None
+    assert [found["arms"][arm]["p_holm"] for arm in ps] == holm(list(ps.values()))
+    script.show(plan, done)
+    told = capsys.readouterr().out
+    of = found["arms"]["res-gelu"]
+    assert f"{of['diff']:+.4f} [{of['low']:+.4f}, {of['high']:+.4f}]  p (Holm) {of['p_holm']:.4f}" in told
+    assert "diverged: qk-norm, seed 4" in told
+
+
+def test_an_optimum_at_the_edge_of_the_rates_is_flagged(
+    script: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = dataclasses.replace(script.REHEARSAL, rates=(1e-3, 2e-3, 4e-3))
+    best = {"baseline": 1e-3, "mlp-4.75": 4e-3}
+    done: list[Any] = []
+    while (job := script.to_do(plan, done)) is not None:
+        done.append(run(job, 3.0 + (job.lr != best.get(job.arm, 2e-3))))
+    assert script.summary(plan, done)["edges"] == ["baseline", "mlp-4.75"]
+    script.show(plan, done)
+    assert "best at the edge of the rates tried: baseline; mlp-4.75" in capsys.readouterr().out
 
 
 def test_an_arm_that_always_diverges_holds_up_nobody(script: SimpleNamespace) -> None:

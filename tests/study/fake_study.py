@@ -80,6 +80,19 @@ NONLINEAR = arm(
 THREE_ARMS = (BASELINE, WIDER, NONLINEAR)
 
 
+def grid(*architectures: tuple[str, str]) -> tuple[dict[str, Any], ...]:
+    """Two rates by two decays of each architecture; the first point is the study's baseline."""
+    arms = []
+    for name, model in architectures:
+        for lr in (2e-3, 8e-3):
+            for decay in (0.1, 0.05):
+                tree = config(train__lr=lr, train__weight_decay=decay, model__query={"kind": model})
+                arms.append(
+                    arm(f"{name}@{lr:g}-{decay:g}", f"{name.title()}, rate {lr:g}, decay {decay:g}", config=tree)
+                )
+    return tuple(arms)
+
+
 def write_study(
     folder: Path,
     arms: tuple[dict[str, Any], ...] = THREE_ARMS,
@@ -150,7 +163,11 @@ def _write_run(
         "commit": "0" * 40,
         "started": f"2026-01-01T00:0{seed}:00Z",
     }
-    run.create(json.dumps({"format": 1, **a["config"]}), "hash", environment)
+    offset, tree = a.get("seed_offset", 0), {"format": 1, **a["config"]}
+    tree["train"] = {**tree["train"], "seed": seed + offset}
+    if offset:
+        tree["data"] = {**tree["data"], "order_seed": seed}
+    run.create(json.dumps(tree), "hash", environment)
     noise = random.Random(f"{a['name']}/{seed}")
     shift = random.Random(seed).gauss(0, 0.02)  # shared by the arms of a seed, as their batches are
     own = noise.gauss(0, 0.004)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import random
+from pathlib import Path
 
 import pytest
 from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, write_study
 
 from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
 from qurve.study.against import against
+from qurve.study.paired import holm, paired_p
 from qurve.study.results import load
 from qurve.study.statistics import paired_interval
 
@@ -36,21 +40,103 @@ def test_what_changed_in_an_arm_is_named(tmp_path):
     pair = against(*two(tmp_path, (BASELINE, slower), finals=finals))[1]
     assert pair.changed["train.lr"] == (1e-3, 8e-3)
     assert "train.seed" not in pair.changed
-    assert pair.in_words == "lower loss here (3 seeds)"
+    assert pair.changed_in_words["train.lr"] == ("1e-3", "8e-3")
+    assert pair.in_words == (
+        "lower loss here than there by 0.1000 nats per token "
+        "(95 % interval 0.1000 to 0.1000, 3 seeds, p < 0.0001 after Holm for 2 arms)"
+    )
+    assert pair.outcome == "lower"
 
 
 def test_two_seeds_decide_nothing(tmp_path):
-    pair = against(*two(tmp_path, fates={("res-gelu", 2): "diverged"}))[1]
+    pair = against(*two(tmp_path, seeds=(1, 2), finals=FINALS | {("res-gelu", 1): 9.0}))[1]
+    assert (pair.seeds, pair.outcome) == ((1, 2), "none")
+    assert pair.in_words == "two seeds decide nothing; in one of the two alone: seed 3"
+
+
+UNFINISHED = {
+    "diverged": "no verdict: seed 2 diverged (there)",
+    "missing": "no verdict yet: seed 2 not run (there)",
+    "running": "no verdict yet: seed 2 running (there)",
+    "failed": "no verdict yet: seed 2 failed (there)",
+    "stopped": "no verdict yet: seed 2 stopped (there)",
+}
+
+
+@pytest.mark.parametrize(("fate", "said"), UNFINISHED.items())
+@pytest.mark.parametrize("place", ["here", "there"])
+def test_no_seed_is_dropped_silently(fate, said, place, tmp_path):
+    """Whatever became of it, it is named, and what takes a study's verdict away takes this one."""
+    finals = {key: loss + 0.1 for key, loss in FINALS.items()}
+    for name in ("here", "there"):
+        fates = {("res-gelu", 2): fate} if name == place else {}
+        chosen = FINALS if name == "here" else finals
+        write_study(tmp_path / name, (BASELINE, NONLINEAR), finals=chosen, fates=fates, steps=40)
+    pair = against(load(tmp_path / "here"), load(tmp_path / "there"))[1]
     assert pair.seeds == (1, 3)
-    assert pair.low is None
-    assert pair.in_words == "2 seeds: no verdict"
+    assert pair.in_words == said.replace("there", place)
+    assert pair.outcome == "none"
+    assert (pair.p is None) == ("no verdict" in said)
 
 
+def changed_study(folder, **fields):
+    (folder / "study.json").write_text(json.dumps(json.loads((folder / "study.json").read_text()) | fields))
+    return load(folder)
+
+
+@pytest.mark.parametrize("place", ["here", "there"])
+def test_looks_are_those_of_a_study(place, tmp_path):
+    studies = dict(zip(("here", "there"), two(tmp_path, finals={k: v + 0.1 for k, v in FINALS.items()}), strict=True))
+
+    def found(**fields):
+        return against(*({**studies, place: changed_study(studies[place].folder, **fields)}).values())[1]
+
+    assert found(looks=[4, 8]).in_words == (
+        f"no verdict: a look at 3 seeds was not declared (declared: 4, 8) ({place})"
+    )
+    again = found(looks=[], earlier_seeds=[[1, 2, 3, 4]])
+    assert again.in_words.startswith("no verdict: it was run before with other seeds (1, 2, 3, 4)")
+    assert (again.p, again.outcome) == (None, "none")
+    assert found(looks=[3, 8], earlier_seeds=[]).outcome == "lower"
+
+
+def many(folder, shift, n):
+    arms = tuple(arm(f"arm-{i}", f"Arm {i}") for i in range(n))
+    draws = random.Random(f"{folder}")
+    finals = {
+        (a["name"], seed): 3.0 + draws.gauss(0, 0.01) + shift.get(i, 0.0)
+        for i, a in enumerate(arms)
+        for seed in (1, 2, 3)
+    }
+    return load(write_study(folder, arms, finals=finals, steps=20, search=False))
+
+
+def test_many_arms_are_corrected_for_as_a_studys_are(tmp_path, monkeypatch):
+    """Of twenty arms without a difference, one in twenty has an interval of its own that leaves out zero."""
+    monkeypatch.chdir(tmp_path)  # the numbers are drawn by the folders' names
+    uncorrected = 0
+    for draw in range(3):
+        here, there = (many(Path(f"{place}-{draw}"), {}, 20) for place in ("here", "there"))
+        pairs = against(here, there)
+        diffs = [
+            [a.runs[s].final_loss - b.runs[s].final_loss for s in (1, 2, 3)]
+            for a, b in zip(here.arms, there.arms, strict=True)
+        ]
+        assert [pair.p for pair in pairs] == pytest.approx([paired_p(found) for found in diffs])
+        assert [pair.p_holm for pair in pairs] == pytest.approx(holm([pair.p for pair in pairs]))
+        assert all(pair.outcome == "noise" for pair in pairs)
+        uncorrected += sum(pair.p < 0.05 for pair in pairs)
+    assert uncorrected >= 2
+    here, there = (many(Path(f"{place}-planted"), {7: shift}, 8) for place, shift in (("here", 0.0), ("there", 1.0)))
+    assert [pair.arm for pair in against(here, there) if pair.outcome == "lower"] == ["arm-7"]
+
+
+NOT_FINISHED = "no seed is finished in both: " + ", ".join(f"seed {seed} failed (there)" for seed in (1, 2, 3))
 UNEQUAL = {
     "other windows": ({"config": config(eval__every=40)}, {}, "eval.every is 20 here and 40 there"),
     "another order": ({"config": config(data__order="paper")}, {}, "data.order is 'epochs' here and 'paper' there"),
     "other batches": ({}, {"fates": {("res-gelu", 2): "other-batches"}}, "seed 2 did not see the same batch at step 7"),
-    "no seed": ({}, {"fates": {("res-gelu", s): "failed" for s in (1, 2, 3)}}, "no seed is finished in both"),
+    "no seed": ({}, {"fates": {("res-gelu", s): "failed" for s in (1, 2, 3)}}, NOT_FINISHED),
 }
 
 
@@ -80,6 +166,7 @@ def test_runs_that_ended_elsewhere_are_refused(tmp_path):
     for file in there.folder.glob("runs/res-gelu/*/metrics.jsonl"):
         lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < 400]
         file.write_text("\n".join(lines) + "\n")
+        RunFolder(file.parent).set_status("finished", step=380)
     pair = against(here, load(there.folder))[1]
     assert pair.refused == "they were last evaluated at different steps (400 here and 380 there)"
 

@@ -12,12 +12,16 @@ from qurve import accounting, presets
 from qurve.config import content_hash, differences, from_dict
 from qurve.errors import BadInput
 from qurve.study.definition import Arm, Study, grid_study, load_study
+from qurve.study.search import Search
+from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
 from tiny import tiny
 
 
 def study(*names: str, seeds: tuple[int, ...] = (1, 2), baseline: str = "baseline") -> Study:
-    return Study("tiny", "A tiny study", tuple(Arm(name, name.title(), tiny()) for name in names), seeds, baseline)
+    """Arms that differ in one setting, so that they are no runs twice."""
+    arms = (Arm(name, name.title(), tiny(f"train.beta2={0.95 - 0.01 * place}")) for place, name in enumerate(names))
+    return Study("tiny", "A tiny study", tuple(arms), seeds, baseline)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-x", ".hidden", "ü", "a\n"])
@@ -51,8 +55,8 @@ def test_seeds_must_be_different_and_some(seeds: tuple[int, ...]) -> None:
 
 def test_settings_reach_every_arm() -> None:
     changed = study("baseline", "other").change(["model.dropout=0.5"], steps=9)
-    for arm in changed.arms:
-        assert differences(tiny(), arm.config) == {"model.dropout": (0.0, 0.5), "train.steps": (4, 9)}
+    for before, arm in zip(study("baseline", "other").arms, changed.arms, strict=True):
+        assert differences(before.config, arm.config) == {"model.dropout": (0.0, 0.5), "train.steps": (4, 9)}
     with pytest.raises(BadInput, match="there is no field 'lrr'"):
         study("baseline").change(["train.lrr=1"])
 
@@ -101,7 +105,7 @@ def test_an_a_a_arm_is_the_baseline_from_weights_that_no_other_run_has(change: d
 
 @pytest.mark.parametrize("looks", [(2, 4), (5, 3), (3, 3), (0,)])
 def test_looks_are_ascending_numbers_of_seeds_that_can_end_in_a_verdict(looks: tuple[int, ...]) -> None:
-    with pytest.raises(BadInput, match="looks are ascending numbers of seeds, each at least 3"):
+    with pytest.raises(BadInput, match=r"looks are (ascending numbers of seeds, each at least 3|whole numbers from 1)"):
         dataclasses.replace(study("baseline"), looks=looks)
 
 
@@ -127,8 +131,8 @@ def test_study_json_holds_what_a_report_needs() -> None:
         "search": None,
     }
     cost = accounting.count(tiny().model)
-    for arm in tree["arms"]:
-        assert from_dict(RunConfig, arm["config"]) == tiny()
+    for arm, its in zip(tree["arms"], one.arms, strict=True):
+        assert from_dict(RunConfig, arm["config"]) == its.config
         assert (arm["non_embedding"], arm["total"]) == (cost.non_embedding, cost.total)
         assert arm["flops_per_token"] == cost.flops_per_token
 
@@ -190,6 +194,62 @@ def test_paper_study_is_the_six_rows_of_table_1() -> None:
     assert losses == ["2.9441", "2.9165", "2.9173", "2.9015", "2.8750", "2.8736"]
 
 
+def twins(second: Arm, **more: Any) -> Study:
+    return Study("tiny", "A tiny study", (Arm("baseline", "Baseline", tiny()), second), (1, 2), **more)
+
+
+SAME = {
+    "the same": tiny(),
+    "another seed, which the study gives": tiny("train.seed=9"),
+    "what changes no number": tiny("train.log_every=3"),
+    "one number written in two ways": tiny("train.grad_clip=1"),
+}
+
+
+@pytest.mark.parametrize("config", SAME.values(), ids=SAME)
+def test_arms_that_would_be_the_same_runs_are_refused(config: RunConfig) -> None:
+    with pytest.raises(BadInput, match=r"baseline and twin are the same configuration, .* \(seed_offset=1000\)"):
+        twins(Arm("twin", "Twin", config))
+
+
+def test_arms_that_a_search_would_make_the_same_are_refused() -> None:
+    faster = Arm("twin", "Twin", tiny("train.lr=0.1"))
+    assert len(twins(faster).arms) == 2
+    both = 'eval.splits=["val","test"]'
+    arms = (Arm("baseline", "Baseline", tiny(both)), Arm("twin", "Twin", tiny(both, "train.lr=0.1")))
+    for space in ({"train.lr": (1e-2, 2e-2)}, {"train.lr": (1e-2, 2e-2), "model.d_ff": (64, 96)}):
+        with pytest.raises(BadInput, match="baseline and twin are the same configuration but for what is searched"):
+            Study("tiny", "", arms, (1, 2), search=Search(space))
+
+
+def test_a_match_that_is_the_baseline_is_refused() -> None:
+    """The paper's layer has as many FLOPs as the baseline: norms and activations are not counted."""
+    layer, baseline = tiny("model.query=bottleneck"), tiny()
+    wide, how_near = accounting.match("flops", layer.model, baseline.model)
+    assert wide == baseline.model
+    with pytest.raises(BadInput, match="baseline and twin are the same configuration"):
+        twins(Arm("twin", "FLOP-matched", dataclasses.replace(baseline, model=wide), match=how_near))
+
+
+def test_settings_that_make_two_arms_the_same_are_refused() -> None:
+    with pytest.raises(BadInput, match="are the same configuration"):
+        twins(Arm("twin", "Twin", tiny("train.lr=0.1"))).change(["train.lr=0.1"])
+
+
+def test_a_seed_offset_makes_other_runs_and_the_same_one_twice_does_not() -> None:
+    twin = Arm("twin", "A/A", tiny(), seed_offset=1000)
+    assert len(twins(twin).arms) == 2
+    with pytest.raises(BadInput, match="twin and again are the same configuration"):
+        Study("tiny", "", (Arm("baseline", "Baseline", tiny()), twin, dataclasses.replace(twin, name="again")), (1, 2))
+
+
+def test_an_arm_that_is_out_is_no_run_and_no_twin_of_its_own_match() -> None:
+    chosen = {"baseline": {"point": {"train.lr": 0.1}, "val_loss": 3.0}, "wide": {"point": None, "val_loss": None}}
+    found = {"axes": ["train.lr"], "seeds": [101], "steps": 4, "chosen": chosen, "scores": []}
+    wide = Arm("wide", "Wide", tiny("model.d_ff=96", "train.lr=0.1"))
+    assert [arm.name for arm in twins(wide).settled(found).arms] == ["baseline", "wide", "wide@baseline"]
+
+
 def test_every_run_of_a_study_has_a_hash_of_its_own() -> None:
     for name in ("small", "paper"):
         one = load_study(name)
@@ -226,6 +286,62 @@ def test_what_is_no_study_is_refused_with_the_nearest_name(tmp_path: Path) -> No
         load_study(str(tmp_path / "missing.py"))
 
 
+def bad(**fields: Any) -> Study:
+    return Study(**{"name": "s", "title": "S", "arms": (Arm("baseline", "Baseline", tiny()),), **fields})
+
+
+EVIDENCE = presets.small_search()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seeds": ("1", "2")}, "seeds are whole numbers from 0, not"),
+        ({"seeds": (True, 2.0)}, "seeds are whole numbers"),
+        ({"seeds": (-1, 2)}, "seeds are whole numbers"),
+        ({"seeds": 3}, "seeds are whole numbers"),
+        ({"seeds": (1, 2, 3), "looks": (3, 3.5)}, "looks are whole numbers from 1"),
+        ({"looks": ("3",)}, "looks are whole numbers"),
+        ({"title": 5}, "its title is a text"),
+        ({"arms": ("baseline",)}, "each of its arms an Arm"),
+        ({"name": "../../evil"}, "a study's name becomes a folder"),
+        ({"name": "n" * 300}, "at most 250 letters"),
+        ({"search": {"chosen": 5}}, "neither a Search nor the evidence of one"),
+        ({"search": 5}, "neither a Search nor the evidence of one"),
+        ({"search": {**EVIDENCE, "scores": [5]}}, "neither a Search nor the evidence of one"),
+        ({"search": EVIDENCE, "seeds": (1, 101)}, "seed 101 is one of the search and of the comparison"),
+        ({"search": {**EVIDENCE, "seeds": [5]}, "seeds": (1, 102)}, "seed 102 is one of the search"),
+        ({"arms": tuple(Arm(n, n, tiny()) for n in ("baseline", "Baseline"))}, "names of their own"),
+        ({"arms": (Arm("baseline", "B", tiny()), Arm("a" * 121, "A", tiny()))}, "at most 120 letters"),
+        (
+            {
+                "arms": (Arm("baseline", "B", tiny()), Arm("a-a", "A/A", tiny(), seed_offset=100)),
+                "search": Search({"train.lr": (1e-3,)}),
+            },
+            "seed 101 is one of the search and of the comparison",
+        ),
+    ],
+)
+def test_what_no_report_could_read_is_refused_before_anything_is_made(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        bad(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"seeds": [1, 2]}, {"search": EVIDENCE}, {"seeds": (1, 2, 3), "looks": (3, 5)}])
+def test_what_is_written_can_be_read(fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "study.json").write_text(bad(**fields).to_json("", [(1,)], {"baseline": [(1, 2)]}))
+    tree = read_study(tmp_path / "study.json")
+    assert tree["looked_in_pool"] == {"baseline": [[1, 2]]}
+    with pytest.raises(BadInput, match="a seed is a whole number"):
+        bad().to_json("", [("1",)])  # type: ignore[list-item]
+
+
+def test_a_file_that_ends_the_process_is_named(tmp_path: Path) -> None:
+    (tmp_path / "study.py").write_text("import sys; sys.exit(0)")
+    with pytest.raises(BadInput, match=r"study\.py cannot be run: it ends the process \(sys\.exit\(0\)\)"):
+        load_study(str(tmp_path / "study.py"))
+
+
 def test_studies_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_study("small").name = "other"  # type: ignore[misc]
@@ -239,11 +355,14 @@ def test_studies_do_not_change() -> None:
         "data.tokenizer=bpe:300",
         "train.threads=2",
         "train.steps=3",
+        "train.tokens_per_step=256",
+        "train.loss_bound=9",
+        "train.loss_bound_steps=3",
         "model.context=16",
     ],
 )
 def test_arms_that_are_not_compared_alike_are_refused(setting: str) -> None:
-    arms = (Arm("baseline", "Baseline", tiny()), Arm("other", "Other", tiny("train.tokens_per_step=128", setting)))
+    arms = (Arm("baseline", "Baseline", tiny()), Arm("other", "Other", tiny(setting)))
     with pytest.raises(BadInput, match=r"every arm needs the same .*, and other has"):
         Study("unequal", "Unequal", arms)
 

@@ -16,7 +16,7 @@ def stability(**more):
 
 
 def test_a_heat_map_says_its_numbers_and_crosses_what_diverged():
-    (axes,) = stability(marks=[(1, 1)]).axes
+    axes, _ = stability(marks=[(1, 1)]).axes
     assert {text.get_position(): text.get_text() for text in axes.texts} == {
         (0, 0): "3.200",
         (1, 0): "3.100",
@@ -31,10 +31,27 @@ def test_a_heat_map_says_its_numbers_and_crosses_what_diverged():
 
 
 def test_the_lowest_cell_of_a_heat_map_is_the_darkest():
-    (axes,) = stability().axes
+    axes, _ = stability().axes
     cells = {(p.get_x() + 0.5, p.get_y() + 0.5): p.get_alpha() for p in axes.patches if p.get_fill()}
     assert max(cells, key=cells.get) == (1, 1)
     assert min(cells, key=cells.get) == (0, 1)
+
+
+def test_maps_with_one_scale_have_one_colour_for_one_loss_and_a_bar_that_says_it():
+    """Each with its own lowest and highest would give 3.1 two colours."""
+    maps = [[[3.0, 3.1]], [[3.1, 3.9]]]
+    shades, bars = [], []
+    for values in maps:
+        axes, bar = heatmap(values, ["0"], ["1", "2"], row_axis="a", column_axis="b", scale=(3.0, 4.0)).axes
+        cells = {patch.get_x() + 0.5: patch.get_alpha() for patch in axes.patches if patch.get_fill()}
+        shades.append(cells[values[0].index(3.1)])
+        bars.append([label.get_text() for label in bar.get_yticklabels()])
+        colours = [patch.get_alpha() for patch in sorted(bar.patches, key=lambda patch: patch.get_y())]
+        assert colours == sorted(colours, reverse=True)
+        assert min(colours) < shades[-1] < max(colours)
+    assert shades[0] == shades[1]
+    assert bars == [["3.000", "3.500", "4.000"]] * 2
+    assert not heatmap([[3.0]], ["0"], ["1"], row_axis="a", column_axis="b").axes[1].patches
 
 
 def test_a_heat_map_of_nothing_but_divergence_is_drawn():

@@ -119,7 +119,10 @@ def test_no_worth_where_the_wider_one_is_not_better(tmp_path: Path) -> None:
 
 
 def test_the_wider_one_itself_has_no_other_to_be_measured_by(tmp_path: Path) -> None:
-    assert isinstance(of(study(tmp_path, **PAPERS), "wide").parameters, Unknown)
+    """And is not told to add what it is."""
+    one = of(study(tmp_path, **PAPERS), "wide")
+    why = "it is itself the only baseline of another size here, which every other arm is measured by"
+    assert one.parameters == one.compute == Unknown(why)
 
 
 # ------------------------------------------------------------------------------------------------------------- savings
@@ -174,18 +177,18 @@ def test_nothing_is_saved_by_an_arm_of_which_a_seed_never_gets_there(tmp_path: P
 # ------------------------------------------------------------------------------------------------------------ in bytes
 
 
-def with_data(folder: Path, path: Path, fingerprint: str = "f" * 64) -> StudyResults:
+def with_data(folder: Path, path: Path) -> StudyResults:
     """The study with its runs made on the data at `path`."""
     for file in folder.glob("runs/*/*/config.json"):
         tree = json.loads(file.read_text())
-        tree["data"] = {"path": str(path), "fingerprint": fingerprint}
+        tree["data"]["path"] = str(path)
         file.write_text(json.dumps(tree))
     return load(folder)
 
 
-def manifest(path: Path, **splits: Any) -> Path:
+def manifest(path: Path, fingerprint: str = "f" * 64, **splits: Any) -> Path:
     path.mkdir()
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "fingerprint": "f" * 64, "splits": splits}))
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "fingerprint": fingerprint, "splits": splits}))
     return path
 
 
@@ -216,8 +219,8 @@ def test_bits_per_byte_come_from_the_manifest_of_the_runs_data(tmp_path: Path) -
 )
 def test_bits_per_byte_are_unknown_without_it(splits: Any, fingerprint: str, why: str, tmp_path: Path) -> None:
     study(tmp_path / "study", baseline=BASE, new=BASE)
-    data = tmp_path / "data" if splits is None else manifest(tmp_path / "data", **splits)
-    found = of(with_data(tmp_path / "study", data, fingerprint), "new").bits_per_byte
+    data = tmp_path / "data" if splits is None else manifest(tmp_path / "data", fingerprint, **splits)
+    found = of(with_data(tmp_path / "study", data), "new").bits_per_byte
     assert isinstance(found, Unknown)
     assert why in found.why
 
@@ -228,8 +231,8 @@ def test_bits_per_byte_are_unknown_without_it(splits: Any, fingerprint: str, why
 @pytest.mark.parametrize(
     ("fate", "who", "why"),
     [
-        ("diverged", "new", "new: seed 2 diverged"),
-        ("diverged", "baseline", "baseline: seed 2 diverged"),
+        ("diverged", "new", "no verdict: seed 2 diverged"),
+        ("diverged", "baseline", "no verdict: seed 2 diverged (baseline)"),
         ("other-batches", "new", "did not see the same batch"),
     ],
 )
@@ -251,7 +254,7 @@ def test_a_wider_arm_that_broke_is_no_measure(tmp_path: Path) -> None:
 
 def test_nothing_finished_says_so(tmp_path: Path) -> None:
     results = load(write_study(tmp_path, (BASELINE, NEW), fates={("new", seed): "missing" for seed in SEEDS}))
-    assert effects(results)[0].dppx_percent == Unknown("no seed is finished in both")
+    assert effects(results)[0].dppx_percent == Unknown("no verdict yet: seed 1 not run, seed 2 not run, seed 3 not run")
 
 
 # ---------------------------------------------------------------------------------------------------------------- cost

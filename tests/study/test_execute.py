@@ -419,6 +419,7 @@ def test_an_interrupted_study_has_its_run_save_and_goes_on_from_there(
                 os.killpg(parent.pid, signal.SIGINT)
             _, told = parent.communicate(timeout=60)
             assert "KeyboardInterrupt" in told
+            assert "stopping" not in told  # the study says it, on its own output
         finally:
             parent.kill()
     state = run_folder.status()

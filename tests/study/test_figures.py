@@ -122,7 +122,7 @@ def test_arms_at_the_baselines_point_are_drawn_among_the_differences_alone(tmp_p
 
 def test_two_seeds_get_no_interval_in_the_figure(tmp_path):
     for n, bars in ((2, 0), (3, 2)):
-        results = load(write_study(tmp_path / str(n), THREE_ARMS, seeds=tuple(range(n))))
+        results = load(write_study(tmp_path / str(n), THREE_ARMS, seeds=tuple(range(1, n + 1))))
         (axes,) = figures.differences_figure(results).axes
         assert len([line for line in axes.lines if line.get_linewidth() == 2.4]) == bars
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import html
 import json
 import math
+import random
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_study import write_study
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +30,7 @@ from qurve.study.effects import Unknown
 from qurve.study.ladder import BUILT_IN, at_length, at_size, ladder, load_definition, run_ladder
 from qurve.study.ladder_results import (
     FILE,
+    JUDGED,
     LadderResults,
     RungArm,
     RungResults,
@@ -36,12 +40,16 @@ from qurve.study.ladder_results import (
     gain_trend,
     lines,
     load_ladder,
+    measured,
     percent,
     series,
     to_json,
 )
+from qurve.study.ladder_tables import costs_table, rungs_table
+from qurve.study.markdown import escaped
 from qurve.study.report import write_report
 from qurve.study.scaling import Equivalent, Estimate, Fit, Trend
+from qurve.study.tables import NONE
 from qurve.train.config import RunConfig
 from tiny import InProcess, tiny
 
@@ -207,7 +215,12 @@ def test_the_same_call_goes_on_and_keeps_what_is_made(
     kept = snapshot(folder / "rungs" / "1x32@0.03" / "runs")
     results, failed = run_ladder(tiny_ladder(), folder, data, command="again", say=lambda text: None, workers=1)
     assert failed == {}
-    assert [rung.arms for rung in results.rungs] == [rung.arms for rung in made[1].rungs]
+    measured_again = {"tokens_per_s": None, "peak_memory_bytes": None}
+    again, before = (
+        [{name: dataclasses.replace(arm, **measured_again) for name, arm in rung.arms.items()} for rung in one.rungs]
+        for one in (results, made[1])
+    )
+    assert again == before
     assert snapshot(folder / "rungs" / "1x32@0.03" / "runs") == kept
 
 
@@ -222,7 +235,9 @@ def test_another_ladders_folder_is_refused(made: tuple[Path, LadderResults], dat
 
 def test_a_rung_that_cannot_be_trained_is_refused_before_any_is(data: TokenData, tmp_path: Path) -> None:
     def bad(config: RunConfig) -> RunConfig:
-        return apply_settings(config, ["train.micro_batch=3"] if config.model.n_layers == 2 else [])
+        return apply_settings(
+            config, ["model.qk_norm=true", *(["train.micro_batch=3"] if config.model.n_layers == 2 else [])]
+        )
 
     one = ladder("l", "L", tiny(), SIZES, ARMS | {"bad": bad}, tokens_per_parameter=0.03)
     with pytest.raises(BadInput, match="does not divide the step's 4 sequences"):
@@ -236,15 +251,15 @@ def test_the_command_makes_a_ladder_and_says_what_came_out(
     monkeypatch.setattr(local, "ProcessPoolExecutor", InProcess)
     file = tmp_path / "mine.py"
     file.write_text(
-        "from qurve.study.ladder import ladder\nfrom tiny import tiny\n"
-        "arms = {'baseline': lambda c: c, 'twin': lambda c: c}\n"
+        "from qurve.config import apply_settings\nfrom qurve.study.ladder import ladder\nfrom tiny import tiny\n"
+        "arms = {'baseline': lambda c: c, 'other': lambda c: apply_settings(c, ['model.qk_norm=true'])}\n"
         "LADDER = ladder('mine', 'Mine', tiny(), [(1, 32), (2, 32)], arms, tokens_per_parameter=0.03, seeds=(1,))\n"
     )
     done = call("study", "ladder", file, "--out", tmp_path / "out", "--data", data_folder, "--workers", 1, "--json")
     assert done.code == 0, done.err
     assert [rung["name"] for rung in done.json["rungs"]] == ["1x32@0.03", "2x32@0.03"]
     told = words(done.err)
-    assert "twin, gain along size (0.03 tokens per parameter): not known: 0.000 percentage points" in told
+    assert "other, gain along size (0.03 tokens per parameter): not known: " in told
     assert "Published over parameters: 0.076 (Kaplan et al. 2020" in told
     assert load_ladder(tmp_path / "out").name == "mine"
 
@@ -358,6 +373,105 @@ def test_a_gain_that_changes_with_size_is_told(worth: tuple[float, ...], outcome
     assert any(
         line.startswith(f"New, gain along size (20 tokens per parameter): {outcome}: ") for line in lines(results)
     )
+
+
+def with_nulls(seed: int, arms: int = 20) -> LadderResults:
+    """Arms that are the baseline but for noise, at three sizes with three seeds."""
+    draw = random.Random(seed)
+    rungs = []
+    for rung in planted().rungs:
+        base = rung.arms["baseline"]
+        nulls = {
+            f"v{i}": dataclasses.replace(
+                base, name=f"v{i}", label=f"V{i}", losses={s: x + draw.gauss(0, 0.01) for s, x in base.losses.items()}
+            )
+            for i in range(arms)
+        }
+        rungs.append(dataclasses.replace(rung, arms={"baseline": base, **nulls}))
+    return dataclasses.replace(planted(), rungs=tuple(rungs))
+
+
+def test_of_many_arms_without_a_change_none_is_said_to_change() -> None:
+    """Each slope's own interval leaves out zero once in twenty arms: one claim a ladder."""
+    own, claimed = 0, 0
+    for seed in range(20):
+        results = with_nulls(seed)
+        (sizes,) = series(results)
+        trends = [gain_trend(results, sizes, arm) for arm in results.arms if arm != "baseline"]
+        slopes = [found for found in trends if isinstance(found, Trend)]
+        assert len(slopes) == 20
+        own += sum(found.per_doubling.low > 0 or found.per_doubling.high < 0 for found in slopes)
+        claimed += any(found.outcome in ("grows", "shrinks") for found in slopes)
+        for found in slopes:
+            assert (found.p < 0.05) == (found.per_doubling.low > 0 or found.per_doubling.high < 0)
+            assert found.p <= found.p_holm
+    assert own > 10
+    assert claimed <= 3
+    said = lines(results)
+    assert JUDGED in said
+    assert all(" after Holm for 20 arms." in line for line in said if ", gain along " in line)
+
+
+def test_cost_stands_beside_the_gain(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "rung", search=False, seeds=(1, 2))
+    for name, factor in (("baseline", 1), ("mlp-4.75", 2)):
+        for seed in (1, 2):
+            file = folder / "runs" / name / f"seed-{seed}" / "environment.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"peak_memory_bytes": factor * 2**30}))
+    rung = measured(folder, "4x128@20", (4, 128), 20.0, 10**6)
+    results = LadderResults("x", "X", "command", "baseline", "f" * 64, (rung,))
+    assert rung.arms["baseline"].tokens_per_s == pytest.approx(2048 / 0.1 / 1.015, rel=1e-3)
+    rows = {row[1]: row[2:] for row in costs_table(results).rows}
+    assert rows["Baseline"] == ["ref.", "4.80", rows["Baseline"][2], "1,024 MiB"]
+    assert rows["MLP 4.75"][1:] == ["5.40 (+12.5 %)", f"{rows['Baseline'][2]} (0.0 %)", "2,048 MiB (+100.0 %)"]
+    assert rows["MLP 4.75"][0] == percent(gain(results, rung, "mlp-4.75"))
+    (tmp_path / FILE).write_text(to_json(results))
+    assert load_ladder(tmp_path) == results
+    busy = dataclasses.replace(results, rungs=(dataclasses.replace(rung, speeds_apart=2.0),))
+    assert "4x128@20 (2.0 times): no speed is compared there." in " ".join(costs_table(busy).notes)
+    assert costs_table(busy).rows[1][4] == costs_table(busy).rows[0][4]
+
+
+def test_a_ladder_from_before_costs_were_kept_is_read(tmp_path: Path) -> None:
+    tree = json.loads(to_json(planted()))
+    for rung in tree["rungs"]:
+        del rung["speeds_apart"]
+        for arm in rung["arms"].values():
+            del arm["tokens_per_s"], arm["peak_memory_bytes"]
+    (tmp_path / FILE).write_text(json.dumps(tree))
+    assert load_ladder(tmp_path) == planted()
+
+
+def test_every_dash_has_its_reason_and_every_format_its_numbers(tmp_path: Path) -> None:
+    results = planted()
+    broken = dataclasses.replace(results.rungs[1].arms["new"], losses={}, doubt="new: seed 2 diverged")
+    rung = dataclasses.replace(results.rungs[1], arms=results.rungs[1].arms | {"new": broken})
+    results = dataclasses.replace(results, rungs=(results.rungs[0], rung, results.rungs[2]))
+    table = rungs_table(results)
+    (dashed,) = [row for row in table.rows if NONE in row]
+    assert dashed[:2] == ["2x32@20", "New"]
+    assert dashed.count(NONE) == 4
+    reasons = [note for note in table.notes if note.startswith(NONE)]
+    assert reasons == [f"{NONE} 2x32@20, New, loss; 2x32@20, New, ΔLL; 2x32@20, New, worth: new: seed 2 diverged."]
+    assert "Rung 2x32@20, New: no gain (new: seed 2 diverged)." in lines(results)
+
+    (tmp_path / FILE).write_text(to_json(results))
+    report = write_report(tmp_path).parent
+    assert {file.name for file in report.iterdir()} == {"report.html", "report.md", "table.csv", "table.tex"}
+    text = (report / "report.md").read_text(encoding="utf-8")
+    for line in (*lines(results), *reasons):
+        assert f"- {escaped(line)}\n" in text
+    for found in (rungs_table(results), costs_table(results)):
+        for row in found.rows:
+            assert f"| {' | '.join(map(escaped, row))} |" in text
+    rows = list(csv.DictReader((report / "table.csv").read_text(encoding="utf-8").splitlines()))
+    assert [row["rung"] for row in rows] == [rung.name for rung in results.rungs for _ in rung.arms]
+    assert float(rows[1]["dll_percent"]) == gain(results, results.rungs[0], "new").value
+    assert (rows[3]["loss"], rows[3]["dll_percent"], rows[0]["dll_low"]) == ("", "", "")
+    tex = (report / "table.tex").read_text(encoding="utf-8")
+    assert tex.count(r"\\") == 1 + len(table.rows)
+    assert r"$+" not in tex
+    assert "2x32@20 & New" in tex
 
 
 def test_a_rung_that_is_no_comparison_makes_the_slope_unknown_and_is_named() -> None:

@@ -12,16 +12,29 @@ from qurve.config import apply_settings, to_dict
 from qurve.errors import BadInput
 from qurve.study.definition import Arm, Study
 from qurve.study.execute import Made
+from qurve.study.ladder import Ladder, ladder
 from qurve.study.noise import Known, floor_of
-from qurve.study.plan import built_in_knowledge, make_plan, parse_effect, plan_sentences, plan_table
+from qurve.study.pace import Pace, pace_of
+from qurve.study.plan import (
+    built_in_knowledge,
+    ladder_plan_table,
+    load_planned,
+    make_plan,
+    parse_effect,
+    plan_ladder,
+    plan_sentences,
+    plan_table,
+)
 from qurve.study.power import minimum_detectable, seeds_needed
-from qurve.study.search import Range, Search
+from qurve.study.search import Range, Score, Search, trials
 from tiny import TINY
 
 WIDE = apply_settings(TINY, ["model.d_ff=96"])
 STUDY = Study("tiny", "Tiny", (Arm("baseline", "Baseline", TINY), Arm("wide", "Wide", WIDE)))
 LOSSES = {"baseline": {1: 3.0, 2: 3.1, 3: 2.9}, "wide": {1: 3.01, 2: 3.09, 3: 2.91}}
-KNOWN = Known("there", floor_of(LOSSES, "baseline"), {"baseline": 64.0, "wide": 32.0}, to_dict(TINY), "a processor")
+SPEEDS, CONFIGS = {"one": 64.0, "other": 32.0}, {"one": to_dict(TINY), "other": to_dict(WIDE)}
+KNOWN = Known("there", floor_of(LOSSES, "baseline"), SPEEDS, to_dict(TINY), "a processor", CONFIGS)
+"""Its arms are called otherwise than the study's: a speed is a model's, not a name's."""
 
 
 @pytest.mark.parametrize(("text", "fraction"), [("0.2%", 0.002), ("1 %", 0.01), ("2.4%", 0.024)])
@@ -64,6 +77,39 @@ def test_the_runs_of_a_search_are_counted_too():
     assert (plan["search"]["runs"], plan["search"]["tokens"]) == (2 * (4 + 2), 2 * (4 * step // 2 + 2 * step))
 
 
+SEARCHES = {
+    "grid": (Search({"train.lr": (1e-3, 1e-2)}), "exactly"),
+    "extended grid": (Search({"train.lr": (1e-3, 1e-2)}, extensions=2), "at least"),
+    "random": (Search({"train.lr": Range(1e-3, 1)}, "random", trials=3, extensions=2), "exactly"),
+    "halving": (Search({"train.lr": Range(1e-3, 1)}, "halving", trials=4, rungs=2, factor=2), "at most"),
+    "optuna": (Search({"train.lr": Range(1e-3, 1)}, "optuna", trials=3), "at most"),
+}
+
+
+@pytest.mark.parametrize(("search", "bound"), SEARCHES.values(), ids=SEARCHES)
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_plan_says_whether_the_search_may_take_more_or_less(search, bound, breaks):
+    if search.sampler == "optuna":
+        pytest.importorskip("optuna")
+    plan = make_plan(dataclasses.replace(STUDY, search=search), 0.01, KNOWN)
+    told = " ".join(plan_sentences(plan))
+    assert ("extensions" in told, "at most" in told) == (bound == "at least", bound == "at most")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(plan_table(plan))
+    assert (f"the search ({bound})" in console.export_text()) == (bound != "exactly")
+    configs, scores = {arm.name: arm.config for arm in STUDY.arms}, []  # the whole search, played
+    while wanted := trials(search, configs, scores):
+        loss = None if breaks else 3.0
+        scores += [Score(trial, None if loss is None else loss - dict(trial.point)["train.lr"], "") for trial in wanted]
+    more = len(scores) - plan["search"]["runs"]
+    assert {"exactly": more == 0, "at least": more >= 0, "at most": more <= 0}[bound]
+    assert more == 0 or bound != "exactly"
+    if search is SEARCHES["extended grid"][0]:
+        assert more == (0 if breaks else 4)
+    if search.sampler == "halving":
+        assert more == (-4 if breaks else 0)
+
+
 def test_what_a_pool_holds_is_taken_off():
     search = Search({"train.lr": (1e-3, 1e-2)})
     plan = make_plan(dataclasses.replace(STUDY, search=search), 0.01, KNOWN, Made(STUDY, 4, {"baseline": 2}))
@@ -96,8 +142,7 @@ def test_each_arm_more_is_one_more_to_correct_for():
     third = dataclasses.replace(STUDY, arms=(*STUDY.arms, Arm("third", "Third", apply_settings(TINY, ["train.lr=1"]))))
     plan = make_plan(third, 0.01, KNOWN)
     assert plan["seeds_needed"] == seeds_needed(0.03, KNOWN.floor.differences.value, arms=2)
-    assert plan["arms"][2]["hours"] is None
-    assert plan["hours"] is None
+    assert plan["arms"][2]["hours"] == plan["arms"][0]["hours"]  # it is the same model
     assert "2 arms judged together" in " ".join(plan_sentences(plan))
 
 
@@ -109,12 +154,80 @@ def test_without_a_noise_figure_it_says_how_to_get_one():
         assert "qurve compare tiny --seeds 3 --out DIR" in plan_sentences(plan)[-1]
 
 
-def test_noise_of_another_size_is_marked_and_its_speed_not_taken():
+def test_noise_of_another_size_is_marked_and_its_speed_is_no_speed_of_this():
     other = to_dict(apply_settings(TINY, ["model.n_layers=1", "train.seed=7"]))
-    plan = make_plan(STUDY, 0.01, dataclasses.replace(KNOWN, config=other))
+    plan = make_plan(STUDY, 0.01, dataclasses.replace(KNOWN, config=other, configs={"one": other}))
     assert plan["other_settings"] == ["model.n_layers 1 there, 2 here"]
-    assert plan["hours"] is None
+    assert all(arm["by_flops"] for arm in plan["arms"])
     assert "the noise is that of other settings (model.n_layers 1 there" in " ".join(plan_sentences(plan)).lower()
+
+
+def test_a_model_that_was_not_timed_is_estimated_by_its_flops():
+    deep = apply_settings(TINY, ["model.n_layers=3"])
+    wanted = dataclasses.replace(STUDY, arms=(*STUDY.arms, Arm("deep", "Deep", deep)))
+    plan = make_plan(wanted, 0.01, KNOWN)
+    costs = [accounting.count(config.model).flops_per_token for config in (TINY, WIDE, deep)]
+    rate = (64 * costs[0] + 32 * costs[1]) / 2
+    assert [arm["by_flops"] for arm in plan["arms"]] == [False, False, True]
+    assert plan["arms"][2]["hours"] == pytest.approx(plan["arms"][2]["tokens"] * costs[2] / rate / 3600)
+    assert plan["hours"] == pytest.approx(sum(arm["hours"] for arm in plan["arms"]))
+    said = plan_sentences(plan)[0]
+    assert said.startswith("An estimate: one run after the other takes about ")
+    assert f"by its FLOPs at {rate:.3g} FLOP/s" in said
+    assert f"~{plan['arms'][2]['hours']:,.2f}" in shown(plan_table(plan))
+
+
+@pytest.mark.parametrize("study", [STUDY, dataclasses.replace(STUDY, search=Search({"train.lr": (1e-3, 1e-2)}))])
+def test_hours_are_always_there_and_always_an_estimate(study):
+    """Of whatever study, with or without one that was timed."""
+    pace = Pace((), 1e9, "which somebody said", None, "a machine")
+    for known, given in ((KNOWN, None), (None, pace), (dataclasses.replace(KNOWN, speeds={}), pace)):
+        plan = make_plan(study, 0.01, known, pace=given)
+        assert plan["hours"] > 0
+        assert plan_sentences(plan)[0].startswith("An estimate: ")
+    assert plan["by_flops"]
+    assert "by FLOPs at 1e+09 FLOP/s, which somebody said" in plan_sentences(plan)[0]
+    assert make_plan(study, 0.01, None)["hours"] is None
+
+
+def test_of_an_unknown_kind_or_an_unknown_model_no_speed_is_taken():
+    foreign = {"one": {**to_dict(TINY), "model": {"query": {"kind": "of-another-version"}}}}
+    for configs in (foreign, {}):
+        assert pace_of(dataclasses.replace(KNOWN, configs=configs)) is None
+
+
+def test_a_ladder_is_the_sum_of_its_rungs():
+    arms = {"baseline": lambda config: config, "wide": lambda config: apply_settings(config, ["model.d_ff=96"])}
+    found = ladder("l", "L", TINY, ((1, 32), (2, 32)), arms, tokens_per_parameter=0.05, lengths=(0.1,), seeds=(1, 2))
+    pace = Pace((), 1e9, "which somebody said", None, "a machine")
+    plan = plan_ladder(found, pace)
+    assert [rung["rung"] for rung in plan["rungs"]] == [rung.name for rung in found.rungs]
+    for row, rung in zip(plan["rungs"], found.rungs, strict=True):
+        alone = make_plan(rung.study, 0.01, None, pace=pace)
+        assert all(row[key] == alone[key] for key in ("runs", "tokens", "flops", "hours"))
+    assert plan["runs"] == 3 * 2 * 2
+    for key in ("tokens", "flops", "hours"):
+        assert plan[key] == pytest.approx(sum(row[key] for row in plan["rungs"]))
+    text = shown(ladder_plan_table(plan))
+    assert "An estimate: " in text
+    assert all(rung.name in text for rung in found.rungs)
+
+
+def test_a_file_may_expose_either(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from qurve.study.ladder import load_definition\nLADDER = load_definition('small')\n")
+    assert load_planned(str(file)).name == "small"
+    assert isinstance(load_planned(str(file)), Ladder)
+    assert isinstance(load_planned("small"), Study)
+    file.write_text("STUDY = 7\n")
+    with pytest.raises(BadInput, match="does not expose a qurve Study"):
+        load_planned(str(file))
+
+
+def shown(table):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
 
 
 def test_two_seeds_are_said_to_decide_nothing():

@@ -21,8 +21,8 @@ from qurve.study import execute, jobs, local
 from qurve.study.definition import Arm, Study
 from qurve.study.execute import run_study
 from qurve.study.jobs import Job, run_path
-from qurve.study.pool import in_pool, link, run_evidence, write_evidence
-from qurve.study.results import load
+from qurve.study.pool import in_pool, link, look_again, run_evidence, write_evidence
+from qurve.study.results import doubts, load
 from tiny import InProcess, tiny
 
 
@@ -60,9 +60,91 @@ def test_two_studies_make_what_they_share_once(data: TokenData, tmp_path: Path) 
     assert any("1 of 2 runs are made already and kept" in text for text in said)
     places = [os.path.realpath(run_path(tmp_path / name, "baseline", 1)) for name in ("first", "second")]
     assert places[0] == places[1]
-    assert len(list(pool.iterdir())) == 3
+    assert sum(place.is_dir() for place in pool.iterdir()) == 3
     for name in ("first", "second"):
         assert all(run.finished for run in load(tmp_path / name).runs)
+
+
+def looked(folder: Path) -> list[str]:
+    return [doubt for doubt in doubts(load(folder)) if "a second look" in doubt]
+
+
+def test_a_pool_remembers_with_which_seeds_a_comparison_was_looked_at(tmp_path: Path) -> None:
+    """Through what it is told of each study; no run needs to be made."""
+
+    def begun(name: str, seeds: tuple[int, ...], looks: tuple[int, ...] = (), *arms: str) -> list[str]:
+        study = dataclasses.replace(make_study(name, *(arms or ("wide",)), seeds=seeds), looks=looks)
+        (tmp_path / name).mkdir(exist_ok=True)
+        earlier = jobs.looked_before(tmp_path / name)
+        found = earlier | look_again(tmp_path / "pool", study, jobs.jobs_of(study, tmp_path / name))
+        (tmp_path / name / "study.json").write_text(study.to_json("", (), found))
+        return looked(tmp_path / name)
+
+    assert begun("few", (1, 2)) == []
+    assert begun("first", (1, 2, 3)) == []
+    (doubt,) = begun("second", (1, 2, 3, 4, 5))
+    assert doubt.startswith("Wide: an earlier study of the same pool")
+    assert "(1, 2, 3)" in doubt
+    assert begun("again", (1, 2, 3, 4, 5)) == [doubt]  # whatever folder it is made in
+    assert begun("second", (1, 2, 3, 4, 5)) == [doubt]
+    assert begun("first", (1, 2, 3)) == []  # it came before them
+    assert "(1, 2; 1, 2, 3; 1, 2, 3, 4, 5)" in begun("fewer", (1, 3))[0]  # a choice among seeds
+    assert begun("other", (1, 2, 3, 4), (), "wider") == []  # another comparison
+    both = begun("both", (1, 2, 3, 4, 5, 6), (), "wide", "wider")
+    assert [doubt.partition(":")[0] for doubt in both] == ["Wide", "Wider"]
+
+
+def test_declared_looks_are_no_second_ones(tmp_path: Path) -> None:
+    def found(looks: tuple[int, ...], *seeds: int) -> dict[str, list[list[int]]]:
+        study = dataclasses.replace(make_study("s", "wide", seeds=seeds), looks=looks)
+        return look_again(tmp_path, study, jobs.jobs_of(study, tmp_path))
+
+    assert found((3, 5), 1, 2, 3) == found((3, 5), 1, 2, 3, 4, 5) == {}
+    assert found((3, 5, 6), 1, 2, 3, 4, 5, 6) == {"wide": [[1, 2, 3], [1, 2, 3, 4, 5]]}  # declared after the fact
+    with open(tmp_path / "looks.jsonl", "a") as file:
+        file.write('{"torn')
+    assert found((), 1, 2, 3) == {"wide": [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]}
+
+
+def test_a_study_notes_its_look_and_keeps_what_it_saw(data: TokenData, tmp_path: Path) -> None:
+    run(make_study("first", "wide", seeds=(1, 2, 3)), tmp_path / "first", data, tmp_path / "pool")
+    more = make_study("more", "wide", seeds=(1, 2, 3, 4))
+    run(more, tmp_path / "more", data, tmp_path / "pool")
+    assert len(looked(tmp_path / "more")) == 1
+    run(more, tmp_path / "more", data, None)
+    assert len(looked(tmp_path / "more")) == 1
+
+
+def bounded(bound: float | None) -> Study:
+    settings = () if bound is None else (f"train.loss_bound={bound}", "train.loss_bound_steps=1")
+    return Study("s", "S", (Arm("baseline", "Baseline", tiny("train.steps=2", *settings)),), (1,))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "statuses", "shared"),
+    [
+        (0.1, None, ["diverged", "finished"], False),
+        (None, 0.1, ["finished", "diverged"], False),
+        (0.1, 0.2, ["diverged", "diverged"], False),
+        (None, 99.0, ["finished", "finished"], True),
+        (99.0, None, ["finished", "finished"], True),
+        (0.1, 0.1, ["diverged", "diverged"], True),
+    ],
+)
+def test_a_run_is_shared_only_where_it_would_have_ended_alike(
+    first: float | None, then: float | None, statuses: list[str], shared: bool, data: TokenData, tmp_path: Path
+) -> None:
+    for name, bound in (("a", first), ("b", then)):
+        run(bounded(bound), tmp_path / name, data, tmp_path / "pool")
+    assert [load(tmp_path / name).baseline.runs[1].status for name in ("a", "b")] == statuses
+    assert run_path(tmp_path / "b", "baseline", 1).is_symlink() == shared
+    if not shared:
+        with pytest.raises(BadInput, match=r"would have ended otherwise with this train\.loss_bound"):
+            run(bounded(then), tmp_path / "a", data, None)
+        tree = json.loads((tmp_path / "a" / "study.json").read_text())
+        tree["arms"][0]["config"]["train"] |= {"loss_bound": then, "loss_bound_steps": 1}
+        (tmp_path / "a" / "study.json").write_text(json.dumps(tree))
+        assert load(tmp_path / "a").baseline.runs[1].status == "damaged"
 
 
 def test_a_place_in_the_pool_is_the_hash_of_the_resolved_configuration_and_the_link_is_relative(
@@ -156,14 +238,6 @@ def test_an_interruption_does_not_mark_a_run_that_another_study_has_gone_on_with
     assert RunFolder(tmp_path / "a").status()["status"] == "stopped"
 
 
-def test_two_arms_of_one_configuration_are_one_run(data: TokenData, tmp_path: Path) -> None:
-    study = make_study("twins")
-    study = dataclasses.replace(study, arms=(*study.arms, dataclasses.replace(study.arms[0], name="twin")))
-    run(study, tmp_path / "twins", data, tmp_path / "pool")
-    assert len(list((tmp_path / "pool").iterdir())) == 1
-    assert all(run.finished for run in load(tmp_path / "twins").runs)
-
-
 def test_a_link_that_cannot_be_made_names_the_pool(tmp_path: Path) -> None:
     (tmp_path / "pool").write_text("a file")
     job = in_pool(Job(Arm("a", "A", tiny()), 1, tiny(), tmp_path / "run"), tmp_path / "pool")
@@ -206,7 +280,7 @@ def test_two_studies_at_work_at_once_make_no_run_twice(data_folder: Path, tmp_pa
     ]
     told = [process.communicate(timeout=300)[0] for process in at_work]
     assert [process.returncode for process in at_work] == [0, 0], told
-    runs = [RunFolder(path) for path in pool.iterdir()]
+    runs = [RunFolder(path) for path in pool.iterdir() if path.is_dir()]
     assert len(runs) == 8
     for run in runs:
         assert [line["step"] for line in run.train_lines()] == list(range(1, 61))

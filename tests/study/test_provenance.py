@@ -3,14 +3,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import shutil
 from itertools import pairwise
 
 from fake_study import write_study
 
 from qurve.config import apply_settings, differences, to_dict
 from qurve.presets import get
+from qurve.runfolder import MEASURED, RunFolder
 from qurve.study.provenance import commands, provenance, single_run
 from qurve.study.results import load
+from qurve.train.loop import train
+from tiny import tiny
 
 
 def test_hashes_of_data_order_code_environment_and_configuration(tmp_path):
@@ -24,6 +28,20 @@ def test_hashes_of_data_order_code_environment_and_configuration(tmp_path):
     assert len(found.order) == 64
     shorter = load(write_study(tmp_path / "two", seeds=(1, 2)))
     assert provenance(shorter).order != found.order
+
+
+def test_runs_on_one_machine_have_one_environment_whatever_was_measured(tmp_path, data):
+    folder = write_study(tmp_path / "study", seeds=(1, 2))
+    for seed in (1, 2):
+        made = train(tiny(f"train.seed={seed}"), tmp_path / str(seed), data)
+        for file in folder.glob(f"runs/*/seed-{seed}/environment.json"):
+            shutil.copy(made.environment_file, file)
+    runs = [RunFolder(path) for path in folder.glob("runs/*/*")]
+    for place, run in enumerate(runs):
+        run.add_to_environment(dict.fromkeys(MEASURED, place))
+    assert len(provenance(load(folder)).environments) == 1
+    runs[0].add_to_environment({"torch": "another"})
+    assert len(provenance(load(folder)).environments) == 2
 
 
 def test_a_damaged_or_missing_run_tells_nothing_and_stops_nothing(tmp_path):

@@ -3,13 +3,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, write_study
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, searched, write_study
 
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
-from qurve.study.results import doubts, identical_batches, load
+from qurve.study.batches import identical_batches
+from qurve.study.results import ON_ONE_SPLIT, StudyResults, doubts, load
+from qurve.study.statistics import comparisons
 
 
 def change(folder: Path, **fields) -> Path:
@@ -34,7 +37,7 @@ def test_a_whole_study(tmp_path):
     assert run.val[0] == (0, lines[0]["loss"])
     assert len(run.train) == len(run.batch_digests) == run.step == 400
     assert results.best is results.arms[2]
-    assert doubts(results) == []
+    assert doubts(results) == [ON_ONE_SPLIT]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +72,28 @@ def test_a_finished_run_needs_a_finite_last_loss(tmp_path):
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs = load(tmp_path).arms[1].runs
     assert (runs[1].status, runs[1].val_loss) == ("diverged", None)
-    assert (runs[2].status, runs[2].val_loss) == ("failed", None)
+    assert (runs[2].status, runs[2].val_loss) == ("damaged", None)
+    assert "finished without a validation loss" in runs[2].in_words
     assert all(math.isfinite(loss) for _, loss in runs[1].val)
+
+
+@pytest.mark.parametrize("lost", ["val", "test"])
+@pytest.mark.parametrize("which", ["baseline", "new"])
+@pytest.mark.parametrize("seeds", [(2,), (1, 2, 3, 4, 5)])
+def test_a_lost_last_loss_is_damage_and_no_earlier_loss_stands_in_for_it(
+    lost: str, which: str, seeds: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Of whichever split, arm and number of seeds: of all of them, no two runs would end apart."""
+    write_study(tmp_path, searched(BASELINE, arm("new", "New")), seeds=(1, 2, 3, 4, 5))
+    for seed in seeds:
+        file = tmp_path / f"runs/{which}/seed-{seed}/metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        del lines[max(place for place, line in enumerate(lines) if f'"{lost}"' in line)]
+        file.write_text("".join(lines))
+    results = load(tmp_path)
+    assert {run.seed for run in results.runs if run.arm == which and run.status == "damaged"} == set(seeds)
+    assert [pair.outcome for pair in comparisons(results)][:1] == ["none"]
+    assert any("finished after step 400, and its last" in doubt for doubt in doubts(results))
 
 
 def test_of_a_resumed_step_the_last_line_counts_and_other_splits_do_not(tmp_path):
@@ -200,7 +223,8 @@ def test_an_optimum_at_the_edge_of_the_grid_is_flagged(tmp_path):
     edge = arm("edge", "Edge", config=config(train__lr=1e-3, train__min_lr=1e-4))
     found = doubts(load(write_study(tmp_path, (BASELINE, edge))))
     assert found == [
-        "Edge: the chosen peak rate 0.001 is at the edge of its grid (0.001 to 0.016); a better one may lie outside."
+        "Edge: the chosen peak rate 0.001 is at the edge of its grid (0.001 to 0.016); a better one may lie outside.",
+        ON_ONE_SPLIT,
     ]
 
 
@@ -211,11 +235,55 @@ def test_a_search_that_was_not_followed_or_not_equal_is_flagged(tmp_path):
     search["scores"] = [s for s in search["scores"] if s["arm"] != "res-gelu" or s["point"]["train.lr"] != 4e-3]
     found = doubts(load(change(tmp_path, search=search)))
     assert found == [
-        "The arms were not searched over the same grid and seeds.",
+        "Res. GELU (nonlinear query): its search was another one than the baseline's (8 runs, and 10 of the baseline).",
         "MLP 4.75: the chosen point is not the one of the lowest loss in its search.",
         "MLP 4.75: trained at train.lr = 0.004, though the search chose 0.002.",
         "MLP 4.75: trained at train.min_lr = 0.0004, though the search chose 4e-05.",
+        ON_ONE_SPLIT,
     ]
+
+
+def unequal(folder: Path, points: int, **search: Any) -> StudyResults:
+    """The baseline tried at so many of the ten points."""
+    tree = json.loads((write_study(folder, searched(BASELINE, NONLINEAR)) / "study.json").read_text())["search"]
+    scores = tree["scores"]
+    few = [place for place, score in enumerate(scores) if score["arm"] == "baseline"][points:]
+    scores = [score for place, score in enumerate(scores) if place not in few]
+    return load(change(folder, search={**tree, "scores": scores, **search}))
+
+
+STEP = 6.0 * 800_000 * 2048
+"""FLOPs of one of the baseline's."""
+
+
+@pytest.mark.parametrize(
+    ("points", "search", "refused"),
+    [
+        (10, {"sampler": "grid"}, ""),
+        (2, {"sampler": "grid"}, "no verdict: its search was another one than the baseline's (10 runs, and 2 of the"),
+        (2, {"sampler": "random", "trials": 10}, "no verdict: its search was another one"),
+        (10, {"sampler": "random", "flops": 11 * 400 * STEP}, ""),
+        (9, {"sampler": "random", "flops": 10.5 * 400 * STEP}, "left FLOPs unspent"),
+        (10, {"sampler": "random", "flops": 9 * 400 * STEP}, "cost more than its"),
+        (10, {"seeds": [0, 3]}, "no verdict: seed 3 is one of the search and of the comparison"),
+    ],
+)
+def test_what_an_unequal_search_chose_has_no_verdict(
+    points: int, search: dict[str, Any], refused: str, tmp_path: Path
+) -> None:
+    results = unequal(tmp_path, points, **search)
+    pair = comparisons(results)[0]
+    assert refused in pair.verdict
+    assert (pair.outcome == "none") == bool(refused)
+    assert results.searched_alike == (not refused)
+    assert (any(refused.removeprefix("no verdict: ") in doubt for doubt in doubts(results))) or not refused
+    assert any("had the same FLOPs" in doubt for doubt in doubts(results)) == ("flops" in search and not refused)
+
+
+def test_optunas_different_numbers_of_points_are_told(tmp_path: Path) -> None:
+    results = unequal(tmp_path, 2, sampler="optuna", trials=10)
+    assert not results.searched_alike
+    assert any("Optuna tried different numbers of points: Baseline 2, Res. GELU" in doubt for doubt in doubts(results))
 
 
 def test_no_search_and_a_second_machine_are_flagged(tmp_path):
@@ -234,12 +302,14 @@ def test_whatever_differs_between_the_machines_is_flagged(tmp_path, key):
     tree = json.loads(file.read_text())
     usual, other = json.dumps(tree[key]), json.dumps("another")
     file.write_text(json.dumps(tree | {key: "another"}))
-    assert doubts(load(tmp_path)) == [f"The runs differ in {key}: {', '.join(sorted((usual, other)))}."]
+    assert doubts(load(tmp_path)) == [f"The runs differ in {key}: {', '.join(sorted((usual, other)))}.", ON_ONE_SPLIT]
 
 
 def test_different_training_lengths_are_flagged(tmp_path):
     write_study(tmp_path)
-    RunFolder(tmp_path / "runs/res-gelu/seed-3").append({"step": 420, "split": "val", "loss": 3.0, "tokens": 1})
+    run = RunFolder(tmp_path / "runs/res-gelu/seed-3")
+    run.append({"step": 420, "split": "val", "loss": 3.0, "tokens": 1})
+    run.set_status("finished", step=420)
     assert "The finished runs were last evaluated at different steps: 400, 420." in doubts(load(tmp_path))
 
 

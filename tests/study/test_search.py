@@ -18,20 +18,9 @@ from hypothesis import strategies as st
 from qurve import accounting, presets
 from qurve.config import differences
 from qurve.errors import BadInput
+from qurve.study.axes import Range, beyond, is_near_end
 from qurve.study.definition import Arm, Study, load_study
-from qurve.study.search import (
-    Range,
-    Score,
-    Search,
-    Trial,
-    beyond,
-    configured,
-    planned,
-    point_name,
-    trial_config,
-    trial_name,
-    trials,
-)
+from qurve.study.search import Score, Search, Trial, configured, planned, point_name, trial_config, trial_name, trials
 from qurve.study.searched import evidence, read_evidence
 from qurve.train.config import RunConfig
 from tiny import tiny
@@ -318,6 +307,55 @@ def test_an_optimum_at_an_edge_is_told_and_a_closed_edge_is_none() -> None:
     assert found.edges("wide") == [("train.lr", 4e-3, 1e-3, 4e-3)]
 
 
+DRAWN_RATE = Range(1e-3, 1e-2)
+
+
+@given(value=st.floats(1e-3, 1e-2))
+def test_a_range_knows_where_a_value_lies(value: float) -> None:
+    for range_ in (DRAWN_RATE, Range(1e-3, 1e-2, log=False)):
+        assert range_.at(range_.share(value)) == pytest.approx(value, rel=1e-3)
+
+
+@settings(max_examples=40)
+@given(n=st.integers(2, 12), draw_seed=st.integers(0, 99), best=st.floats(5e-4, 2e-2))
+@pytest.mark.parametrize("sampler", ["random", "halving"])
+def test_the_edge_of_values_that_were_drawn_is_that_of_their_range(
+    n: int, draw_seed: int, best: float, sampler: Any
+) -> None:
+    """The outermost value that happened to be drawn has the rest of its range beyond it."""
+    search = Search({"train.lr": DRAWN_RATE}, sampler, trials=n, draw_seed=draw_seed, rungs=1)
+    found = searched(search, best_at(baseline=best, wide=best))
+    assert read_evidence(json.loads(json.dumps(evidence(search, CONFIGS, found.scores)))) == found
+    lr = found.chosen["wide"].lr
+    near = lr < 1.2589e-3 or lr > 7.943e-3  # a tenth of the way, in the logarithm
+    assert found.edges("wide") == ([("train.lr", lr, 1e-3, 1e-2)] if near else [])
+
+
+def test_an_end_of_a_range_that_nothing_lies_beyond_is_no_edge() -> None:
+    share = "train.min_lr/train.lr"
+    assert not is_near_end(share, Range(0.1, 1.0), 1.0)
+    assert is_near_end(share, Range(0.1, 0.5), 0.5)
+    assert is_near_end(share, Range(0.1, 1.0), 0.1)
+    assert not is_near_end("train.weight_decay", Range(0.0, 0.2, log=False), 0.0)
+
+
+def test_of_values_that_a_draw_may_pass_over_the_edge_is_that_of_what_was_offered() -> None:
+    search = Search({"train.lr": (1e-3, 2e-3, 4e-3), "train.weight_decay": Range(0.01, 1)}, "random", trials=1)
+    found = searched(search, lambda trial: 3.0)
+    lr = found.chosen["wide"].lr
+    assert [edge for edge in found.edges("wide") if edge[0] == "train.lr"] == (
+        [] if lr == 2e-3 else [("train.lr", lr, 1e-3, 4e-3)]
+    )
+
+
+def test_a_search_that_did_not_write_down_what_it_offered_is_read() -> None:
+    search = Search(RATES)
+    scores = played(search, best_at(baseline=2e-3, wide=1.0))
+    tree = evidence(search, CONFIGS, scores)
+    del tree["space"]
+    assert read_evidence(tree).edges("wide") == [("train.lr", 4e-3, 1e-3, 4e-3)]
+
+
 def test_rates_are_told_with_the_best_of_whatever_else_was_searched() -> None:
     search = Search({**RATES, "train.weight_decay": (0.0, 0.1)})
     found = searched(search, lambda t: 3 + dict(t.point)["train.weight_decay"])  # type: ignore[operator]
@@ -348,6 +386,9 @@ def test_a_shorter_schedule_is_the_whole_one_in_short() -> None:
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
+WHOLE = ("trials", "extensions", "rungs", "factor", "draw_seed")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -365,6 +406,18 @@ def test_a_shorter_schedule_is_the_whole_one_in_short() -> None:
         ({"space": RATES, "factor": 1}, "search.factor = 1"),
         ({"space": RATES, "seeds": ()}, "search.seeds must be different"),
         ({"space": RATES, "seeds": (1, 1)}, "search.seeds must be different"),
+        ({"space": RATES, "sampler": "genetic"}, "search.sampler = 'genetic'"),
+        ({"space": RATES, "sampler": "optun", "trials": 3}, "did you mean 'optuna'"),
+        ({"space": DRAWN, "sampler": "random", "flops": math.inf}, "search.flops = inf: it is a finite number"),
+        ({"space": DRAWN, "sampler": "random", "flops": "1e9"}, "it is a finite number"),
+        *(({"space": RATES, name: 2.5}, f"search.{name} = 2.5: it is a whole number") for name in WHOLE),
+        *(({"space": RATES, name: "3"}, f"search.{name} = '3': it is a whole number") for name in WHOLE),
+        ({"space": RATES, "seeds": (True,)}, "search.seeds are whole numbers"),
+        ({"space": RATES, "seeds": 5}, "search.seeds are whole numbers"),
+        ({"space": [1]}, "maps settings to their values"),
+        ({"space": {"train.lr": "abc"}}, "a tuple of values or a Range"),
+        ({"space": {"train.lr": ([1],)}}, "is no value of train.lr"),
+        ({"space": {"train.lr": (math.nan,)}}, "is no value of train.lr"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -405,6 +458,7 @@ def test_halving_refuses_schedules_that_are_cut_short() -> None:
         (Search({"train.lr": (1e-4,)}), r"arm baseline: .* is above the peak, .* as a share"),
         (Search({"train.steps": (1, 2)}), r"train\.steps cannot be searched"),
         (Search({"train.seed": (1, 2)}), r"train\.seed cannot be searched"),
+        (Search({"train.tokens_per_step": (64, 128)}), r"train\.tokens_per_step cannot be searched"),
         (Search({"train.rate": (1, 2)}), r"arm baseline: search\.space: train\.rate: there is no field 'rate'"),
         (Search({"model.query.width": (8, 16)}), r"arm baseline: .* no field 'width'"),
     ],
@@ -430,6 +484,7 @@ def test_the_committed_search_is_the_one_that_its_experiment_makes() -> None:
     scores = read_evidence(committed).scores
     assert [score.trial for score in scores] == trials(study.search, study.configs, ())
     again = json.loads(json.dumps(evidence(study.search, study.configs, scores)))
+    assert again.pop("space") == {axis: list(values) for axis, values in study.search.space.items()}  # newer than it
     assert again == {key: committed[key] for key in again}
     for score in scores:
         preset = presets.small(score.trial.arm, *dict(score.trial.point).values())  # type: ignore[arg-type]

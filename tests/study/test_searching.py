@@ -98,7 +98,7 @@ def test_trials_come_first_then_each_arm_at_its_own_point_and_at_the_baselines(
     failed, said = run(make_study(), tmp_path, data)
     assert failed == {}
     assert made.made == [*TRIALS, *FINALS]
-    assert said[0] == "a search of 4 runs (at least), then at most 6 runs of the chosen points"
+    assert said[0] == "a search of 4 runs, then at most 6 runs of the chosen points"
     rates = {arm: RunFolder(run_path(tmp_path, arm, 1)).config_json()[0]["train"]["lr"] for arm in ("baseline", "wide")}
     assert rates == {"baseline": 1e-3, "wide": 1e-2}
     assert RunFolder(run_path(tmp_path, "wide@baseline", 2)).config_json()[0]["train"]["lr"] == 1e-3
@@ -197,6 +197,20 @@ def test_extended_points_are_trials_of_every_arm(made: Made, data: TokenData, tm
     added = [f"{arm}@lr={lr}, seed 101" for arm in ("baseline", "wide") for lr in ("0.0001", "0.1")]
     assert made.made[4:8] == added
     assert not any("edge" in doubt for doubt in doubts(load(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("search", "said"),
+    [
+        (Search({"train.lr": (1e-3, 1e-2)}, extensions=1), "at least 4 runs"),
+        (Search({"train.lr": (1e-3, 1e-2)}, "halving", rungs=1), "at most 4 runs"),
+    ],
+)
+def test_a_search_says_whether_it_may_take_more_or_less(
+    search: Search, said: str, made: Made, data: TokenData, tmp_path: Path
+) -> None:
+    made.losses |= {(width, rate): 9.0 for width in (64, 96) for rate in (1e-4, 1e-1)}
+    assert run(make_study(search=search), tmp_path, data)[1][0].startswith(f"a search of {said}, then")
 
 
 def test_a_search_needs_a_test_split_to_report_on(made: Made, data: TokenData, tmp_path: Path) -> None:
@@ -302,7 +316,7 @@ def test_a_searched_study_is_compared_from_the_command_line(
     more = ("--data", data_folder, "--out", folder, "--pool", pool, "--workers", 1, "--set", BOTH, "--json")
     done = call("compare", file, *more)
     assert done.code == 0, done.err
-    assert "a search of 6 runs (at least), then at most 3 runs" in done.err
+    assert "a search of at most 6 runs, then at most 3 runs" in done.err
     results = load(folder)
     assert results.search is not None
     steps = [score.trial.steps for score in results.search.scores]

@@ -41,7 +41,7 @@ START = 7.0
 def ending(lr: float, decay: float, loss: float | None, **more: Any) -> Ending:
     """A finished run; one without a loss diverged."""
     status = "finished" if loss is not None else "diverged"
-    found = Ending("res-gelu", lr, decay, 1, status, 400 if loss is not None else 140, START, loss, 0, 3.0)
+    found = Ending("res-gelu", lr, decay, 1, status, 400 if loss is not None else 140, START, loss, 0, 3.0, 400)
     return dataclasses.replace(found, **more)
 
 
@@ -79,8 +79,13 @@ def test_what_is_stable() -> None:
         ending(8e-3, 0.0, 5.0),
         ending(1e-3, 0.05, None),
     )
-    assert [found.stable(lr, 0.1) for lr in found.rates] == [True, True, True, False, False]
-    assert [found.stable(lr, 0.0) for lr in (1e-3, 2e-3, 4e-3)] == [None, True, None]
+    assert [found.state(lr, 0.1) for lr in found.rates] == ["stable", "stable", "stable", "plateau", "diverged"]
+    assert [found.state(lr, 0.0) for lr in (1e-3, 2e-3, 4e-3)] == [None, "stable", None]
+    assert (found.largest_finished(0.1), found.largest_finished(0.0), found.largest_finished(0.05)) == (
+        8e-3,
+        2e-3,
+        None,
+    )
     assert found.largest_stable(0.1) == 4e-3
     assert found.largest_stable(0.0) == 2e-3  # the next one is not known to be
     assert found.largest_stable(0.05) is None
@@ -88,9 +93,9 @@ def test_what_is_stable() -> None:
 
 def test_one_seed_that_diverges_is_enough_and_one_that_runs_is_not() -> None:
     good, running = ending(1e-3, 0.1, 5.0), ending(1e-3, 0.1, None, seed=2, status="running")
-    assert map_of(good, running).stable(1e-3, 0.1) is None
-    assert map_of(ending(1e-3, 0.1, None), running).stable(1e-3, 0.1) is False
-    assert map_of(ending(1e-3, 0.1, None, status="failed"), good).stable(1e-3, 0.1) is None
+    assert map_of(good, running).state(1e-3, 0.1) is None
+    assert map_of(ending(1e-3, 0.1, None), running).state(1e-3, 0.1) == "diverged"
+    assert map_of(ending(1e-3, 0.1, None, status="failed"), good).state(1e-3, 0.1) is None
 
 
 # --------------------------------------------------------------------------------------------------------- sensitivity
@@ -158,28 +163,47 @@ def test_spikes_are_the_rules(norms: list[float]) -> None:
 # -------------------------------------------------------------------------------------------------------------- claims
 
 AT_FIVE = Claim("", "", "res-gelu", 5 * PAPER_RATE, 0.05, "stable")
+EARLY, LATE = 400, 401
+"""Steps that a claim speaks of: one that the runs have reached, and one that they have not."""
+SEEN = [
+    ("stable", None, 5.0, 400, "holds here"),
+    ("stable", None, None, 400, "does not hold here (diverged)"),
+    ("stable", None, 5.0 + 2 * WORSE, 400, "plateau here"),
+    ("stable", None, 5.0, 800, "not tested: shorter"),  # half of its schedule
+    ("stable", LATE, 5.0, 400, "not tested: shorter"),
+    ("stable", LATE, None, 400, "does not hold here (diverged)"),
+    ("diverges", EARLY, 5.0, 400, "not seen here"),
+    ("diverges", EARLY, None, 400, "seen here"),
+    ("diverges", EARLY, 5.0 + 2 * WORSE, 400, "plateau here"),
+    ("diverges", LATE, 5.0, 400, "not tested: shorter"),
+    ("diverges", LATE, None, 400, "seen here"),
+    ("diverges", None, 5.0, 800, "not tested: shorter"),
+    ("diverges", None, 5.0, 400, "not seen here"),
+]
 
 
-@pytest.mark.parametrize(
-    ("says", "loss", "verdict", "found"),
-    [
-        ("stable", 5.0, "confirmed", "stable"),
-        ("stable", None, "refuted", "unstable"),
-        ("stable", 5.0 + 2 * WORSE, "refuted", "unstable"),
-        ("diverges", None, "confirmed", "unstable"),
-        ("diverges", 5.0, "refuted", "stable"),
-        ("disputed", 5.0, "disputed", "stable"),
-        ("disputed", None, "disputed", "unstable"),
-    ],
-)
-def test_a_claim_is_judged_at_its_multiple_of_the_baselines_rate(
-    says: Any, loss: float | None, verdict: str, found: str
+@pytest.mark.parametrize(("says", "before", "loss", "schedule", "verdict"), SEEN)
+@pytest.mark.parametrize("standing", ["published", "disputed", "our inference"])
+def test_what_is_said_of_a_claim_is_what_runs_can_show(
+    standing: Any, says: Any, before: int | None, loss: float | None, schedule: int, verdict: str
 ) -> None:
-    map_ = map_of(ending(2e-3, 0.05, 5.0), ending(1e-2, 0.05, loss), ending(3e-3, 0.05, 6.0))
-    judged = judge(dataclasses.replace(AT_FIVE, says=says), map_, base_rate=2e-3)
-    assert (judged.verdict, judged.found, judged.lr, judged.seeds) == (verdict, found, 1e-2, 1)
+    points = (ending(2e-3, 0.05, 5.0), ending(1e-2, 0.05, loss), ending(3e-3, 0.05, 6.0))
+    map_ = map_of(*(dataclasses.replace(point, schedule=schedule) for point in points))
+    claim = dataclasses.replace(AT_FIVE, says=says, before_step=before, standing=standing)
+    judged = judge(claim, map_, base_rate=2e-3)
+    assert (judged.verdict, judged.lr, judged.seeds) == (verdict, 1e-2, 1)
+    assert judged.steps == (140 if loss is None else 400)
     assert ("diverged, after step 140" in judged.why) == (loss is None)
     assert loss is None or f"{loss - 5.0:.3f} nats above its best" in judged.why
+    assert ("it speaks of" in judged.why) == (loss is not None and "shorter" in judged.verdict)
+
+
+def test_a_divergence_later_than_was_said_is_told_as_such() -> None:
+    map_ = map_of(ending(1e-2, 0.05, None))
+    for before, late in ((140, True), (141, False)):
+        judged = judge(dataclasses.replace(AT_FIVE, says="diverges", before_step=before), map_, base_rate=2e-3)
+        assert judged.verdict == "seen here"
+        assert judged.why.endswith("later than was said") == late
 
 
 @pytest.mark.parametrize(
@@ -194,18 +218,34 @@ def test_a_claim_is_judged_at_its_multiple_of_the_baselines_rate(
 )
 def test_what_was_not_run_is_not_judged(map_: Map | None) -> None:
     judged = judge(AT_FIVE, map_, base_rate=2e-3)
-    assert (judged.verdict, judged.found) == ("not run", None)
-    assert judge(AT_FIVE, map_of(ending(1e-2 * 1.09, 0.05, 5.0)), base_rate=2e-3).verdict == "confirmed"
+    assert judged.verdict == "not run"
+    assert judge(AT_FIVE, map_of(ending(1e-2 * 1.09, 0.05, 5.0)), base_rate=2e-3).verdict == "holds here"
 
 
-def test_the_published_claims() -> None:
-    told = {(claim.arm, round(claim.multiple, 2), claim.weight_decay): claim.says for claim in CLAIMS}
+def test_what_was_published_and_what_we_infer() -> None:
+    """The issue's list of points, each with its standing: no source says what happens at those that we infer."""
+    told = {(claim.arm, round(claim.multiple, 2), claim.weight_decay): claim for claim in CLAIMS}
     assert len(told) == len(CLAIMS)
     assert [decay for name, _, decay in told if name == "baseline"] == [0.1, 0.05, 2**-5, 0.0]
-    assert told["res-gelu", 6.67, 0.1] == told["res-gelu", 4.0, 0.05] == told["identity", 3.7, 0.1] == "stable"
-    assert told["res-gelu", 5.0, 0.05] == told["baseline", 1.0, 0.05] == "diverges"
-    assert told["res-gelu", 5.0, 2**-5] == "disputed"
-    assert all(claim.source.startswith("arXiv") for claim in CLAIMS)
+    assert {
+        place: (c.standing, c.says) for place, c in told.items() if (c.standing, c.says) != ("published", "stable")
+    } == {
+        ("baseline", 1.0, 0.05): ("published", "diverges"),
+        ("baseline", 1.0, 2**-5): ("our inference", "diverges"),
+        ("baseline", 1.0, 0.0): ("our inference", "diverges"),
+        ("res-gelu", 5.0, 0.05): ("our inference", "diverges"),
+        ("res-gelu", 5.0, 2**-5): ("disputed", "stable"),
+    }
+    assert {place[:2] for place in told} >= {
+        ("res-gelu", 6.67),
+        ("res-gelu", 4.0),
+        ("identity", 2.7),
+        ("identity", 3.7),
+    }
+    for claim in CLAIMS:
+        assert claim.source.startswith("arXiv")
+        assert claim.says_in_words.startswith("inferred" if claim.standing == "our inference" else "said")
+        assert ("no statement" in claim.text) == (claim.standing == "our inference")
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -243,18 +283,24 @@ def test_a_folder_becomes_maps(tmp_path: Path) -> None:
     tree = json.loads(json.dumps(evidence(results), allow_nan=False))
     assert tree["base_rate"] == 2e-3
     judged = {(c["arm"], c["weight_decay"], c["says"]): c for c in tree["claims"]}
-    assert judged["res-gelu", 0.05, "diverges"]["verdict"] == "confirmed"
-    assert judged["baseline", 0.05, "diverges"]["verdict"] == "refuted"
+    assert judged["res-gelu", 0.05, "diverges"]["verdict"] == "seen here"
+    assert judged["res-gelu", 0.05, "diverges"]["standing"] == "our inference"
+    assert judged["baseline", 0.05, "diverges"]["verdict"] == "not tested: shorter"
+    assert (judged["baseline", 0.05, "diverges"]["steps"], judged["baseline", 0.05, "diverges"]["before_step"]) == (
+        400,
+        20_000,
+    )
     assert judged["identity", 0.1, "stable"]["verdict"] == "not run"
     assert tree["scale"] == "800,000 non-embedding parameters, 400 steps of 2,048 tokens"
     assert tree["maps"][1]["by_decay"][0]["largest_stable_lr"] == 2e-3
     assert tree["maps"][1]["by_decay"][0]["largest_tried"] is False
+    assert [cell["state"] for cell in tree["maps"][1]["cells"]] == ["stable", "diverged"]
     assert math.isfinite(tree["maps"][1]["by_decay"][0]["sensitivity"])
 
 
 def test_a_rate_of_zero_is_a_rate() -> None:
     assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=2e-3).verdict == "not run"
-    assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=0.0).verdict == "confirmed"
+    assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=0.0).verdict == "holds here"
 
 
 def test_arms_without_a_rate_are_refused(tmp_path: Path) -> None:
@@ -276,7 +322,7 @@ def test_runs_that_are_missing_or_damaged_are_no_points(tmp_path: Path) -> None:
     for name, seed in (("baseline@0.002-0.05", 1), ("baseline@0.01-0.05", 2)):
         (tmp_path / "runs" / name / f"seed-{seed}" / "metrics.jsonl").write_text("{broken\n")
     (map_, _) = maps_of(endings_of(load(tmp_path))).values()
-    assert map_.stable(2e-3, 0.05) is None
+    assert map_.state(2e-3, 0.05) is None
     assert map_.largest_stable(0.05) is None
     assert map_.sensitivity(0.05) is None
     assert evidence(load(tmp_path))["claims"][1]["verdict"] == "not run"

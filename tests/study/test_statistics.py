@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurve.errors import BadInput
+from qurve.study.effects import Unknown, effects
 from qurve.study.headline import headline
 from qurve.study.paired import holm, paired_p, sign_flip_p
 from qurve.study.results import StudyResults, load, search_doubts
@@ -21,9 +22,11 @@ from qurve.study.statistics import (
     a_a,
     compare,
     comparisons,
+    is_alarm,
     level_of,
     overall_verdict,
     relative_gains,
+    rows_between,
     summary_rows,
     undeclared_looks,
 )
@@ -103,12 +106,10 @@ def test_an_equal_arm_is_noise(tmp_path):
     assert pair.verdict == "cannot be told apart from the noise (3 seeds)"
 
 
-def test_gains_come_from_the_mean_losses_of_the_pairs_alone(tmp_path):
-    _, pair = study(tmp_path, [2.0, 2.0, 2.0, 9.9], [4.0, 2.5, 2.5, 3.0], fates={("new", 4): "failed"})
-    assert pair.seeds == (1, 2, 3)
+def test_gains_come_from_the_mean_losses_of_the_pairs(tmp_path):
+    _, pair = study(tmp_path, [2.0, 2.0, 2.0], [4.0, 2.5, 2.5])
     assert pair.dll_percent == pytest.approx(100 * (3 - 2) / 3)
     assert pair.dppx_percent == pytest.approx(100 * (1 - math.exp(-1)))
-    assert pair.verdict.endswith("; left out: seed 4 failed")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,8 @@ def test_gains_come_from_the_mean_losses_of_the_pairs_alone(tmp_path):
         ("diverged", "no verdict: seed 4 diverged"),
         ("running", "no verdict yet: seed 4 running"),
         ("missing", "no verdict yet: seed 4 not run"),
+        ("failed", "no verdict yet: seed 4 failed"),
+        ("stopped", "no verdict yet: seed 4 stopped"),
     ],
 )
 @pytest.mark.parametrize("who", ["new", "baseline"])
@@ -126,6 +129,43 @@ def test_no_verdict_on_what_is_not_whole(tmp_path, fate, words, who):
     assert pair.outcome == "none"
     assert pair.n == 3
     assert "size" not in overall_verdict(results)
+    assert numbers(results, "new") == set()
+
+
+def numbers(results: StudyResults, name: str) -> set[str]:
+    """What is said of an arm beside the baseline, of all that could be."""
+    pair = next(pair for pair in comparisons(results) if pair.arm == name)
+    row = next(row for row in summary_rows(results) if row["arm"] == name)
+    worth = next(found for found in effects(results) if found.arm == name)
+    said = {key for key, value in vars(pair).items() if isinstance(value, float)}
+    said |= {key for key in row if key.startswith(("diff", "p", "dll", "dppx")) and row[key] is not None}
+    return said | {key for key, value in vars(worth).items() if not isinstance(value, str | tuple | Unknown)}
+
+
+@pytest.mark.parametrize("refused", ["windows", "steps", "batches", "look", "undeclared", "search", "seeds"])
+def test_what_takes_the_verdict_takes_every_number(refused: str, tmp_path: Path) -> None:
+    new = arm("new", "New", 0.05)
+    if refused == "windows":
+        new["config"] = fake_study.config(eval__every=10)
+    fates = {("new", 2): "other-batches"} if refused == "batches" else {}
+    results = load(write_study(tmp_path, (BASELINE, new), seeds=(1, 2, 3, 4), fates=fates))
+    assert {"diff", "low", "p_holm", "dll_percent"} <= numbers(
+        load(write_study(tmp_path / "whole", (BASELINE, arm("new", "New", 0.05)), seeds=(1, 2, 3, 4))), "new"
+    )
+    if refused == "steps":
+        run = results.baseline.runs[2]
+        results.baseline.runs[2] = dataclasses.replace(run, val=(*run.val, (420, 3.0)))
+    if refused == "look":
+        results = dataclasses.replace(results, earlier_seeds=((1, 2, 3),))
+    if refused == "undeclared":
+        results = dataclasses.replace(results, looks=(3, 5))
+    if refused in ("search", "seeds"):
+        assert results.search is not None
+        scores = [s for s in results.search.scores if s.trial.arm != "new" or dict(s.trial.point)["train.lr"] < 3e-3]
+        change = {"scores": tuple(scores)} if refused == "search" else {"seeds": (4, 5)}
+        results = dataclasses.replace(results, search=dataclasses.replace(results.search, **change))
+    assert comparisons(results)[0].verdict.startswith("no verdict: ")
+    assert numbers(results, "new") == set()
 
 
 def test_no_verdict_on_other_batches(tmp_path):
@@ -146,9 +186,9 @@ def test_a_wholly_diverged_arm_has_no_numbers(tmp_path):
 
 @given(st.lists(st.floats(-0.1, 0.1), min_size=0, max_size=6), st.floats(0, 1), st.integers(0, 4))
 def test_a_claim_is_made_only_when_the_corrected_p_allows_it(differences, p, looks):
-    from qurve.study.statistics import _words
+    from qurve.study.statistics import verdict_on
 
-    outcome, words = _words(differences, p, looks, 3)
+    outcome, words = verdict_on(differences, p, looks, 3, "than it")
     if len(differences) < 3 or p > 0.05 / max(1, looks):
         assert outcome in ("none", "noise")
         assert not words.startswith(("lower", "higher"))
@@ -187,6 +227,25 @@ def test_what_an_arm_alone_would_claim_several_arms_may_not(tmp_path):
         "cannot be told apart from the noise (3 seeds): its own 95 % interval leaves out zero, but "
         f"p = {2 * p:.4f} after Holm for 2 arms"
     )
+
+
+def test_differences_between_any_arms_are_one_family_and_name_what_they_are_against(tmp_path):
+    arms = (BASELINE, *(arm(name, name.title(), gain) for name, gain in (("a", 0.0), ("b", 0.003), ("c", 0.05))))
+    results = load(write_study(tmp_path, arms, seeds=(1, 2, 3, 4, 5), fates={("c", 2): "stopped"}))
+    base, a, b, c = results.arms
+    pairs = [(base, a), (a, b), (b, a), (base, b), (a, c)]
+    rows = rows_between(results, pairs)
+    alone = [compare(dataclasses.replace(results, baseline=x, arms=(x, y)), y) for x, y in pairs]
+    assert [row["p"] for row in rows] == [pair.p for pair in alone]
+    assert [row["p_holm"] for row in rows] == holm([pair.p for pair in alone])
+    assert rows[1]["diff"] == -rows[2]["diff"]
+    assert rows[4]["verdict"] == "no verdict yet: seed 2 stopped"
+    clear = load(write_study(tmp_path / "clear", arms, seeds=(1, 2, 3, 4, 5)))
+    base, a, b, c = clear.arms
+    words = rows_between(clear, [(a, c), (c, b)])
+    assert words[0]["verdict"].startswith("lower loss than A by")
+    assert words[1]["verdict"].startswith("higher loss than C by")
+    assert all("after Holm for 2 differences" in row["verdict"] for row in words)
 
 
 def test_an_arm_that_breaks_eases_no_others_test(tmp_path):
@@ -237,8 +296,9 @@ def test_a_a_is_noise_but_for_the_nominal_rate(tmp_path):
         pair = a_a(results, results.others[0])
         alarms += pair.outcome != "noise"
     assert 0.035 <= alarms / 2000 <= 0.065  # three standard errors
-    words = {"noise": "A/A: cannot be told apart from the noise (5 seeds)"}
-    assert pair.verdict.startswith(words.get(pair.outcome, "A/A: a false alarm: "))
+    words = {"noise": "cannot be told apart from the noise (5 seeds), as an A/A arm should be"}
+    assert pair.verdict.startswith(words.get(pair.outcome, "a false alarm: "))
+    assert is_alarm(pair) == (pair.outcome != "noise")
 
 
 def test_a_a_needs_no_common_batches_and_nothing_else_may_differ(tmp_path):
@@ -247,7 +307,7 @@ def test_a_a_needs_no_common_batches_and_nothing_else_may_differ(tmp_path):
     assert compare(results, results.others[0]).outcome == "none"
     pair = a_a(results, results.others[0])
     assert pair.outcome == "lower"
-    assert pair.verdict.startswith("A/A: a false alarm: lower loss than the baseline by 0.0980")
+    assert pair.verdict.startswith("a false alarm: lower loss than the baseline by 0.0980")
     results.others[0].config["train"]["lr"] = 1.0
     with pytest.raises(BadInput, match=r"new is no A/A arm: it differs from the baseline in train\.lr"):
         a_a(results, results.others[0])
@@ -265,7 +325,7 @@ def test_an_a_a_arm_of_a_study_is_judged_alone_and_never_claimed_of(tmp_path):
     new, a_a_of_it = comparisons(with_it)
     assert new == comparisons(without)[0]  # the family is what it was
     assert a_a_of_it == a_a(with_it, with_it.arms[2]) == compare(with_it, with_it.arms[2])
-    assert a_a_of_it.verdict.startswith("A/A: a false alarm: lower loss")
+    assert a_a_of_it.verdict.startswith("a false alarm: lower loss")
     assert summary_rows(with_it)[2]["verdict"] == a_a_of_it.verdict
     assert with_it.best.name == headline(with_it).arm.name == "new"  # though the other's loss is lower
     assert not any("A/A" in doubt for doubt in search_doubts(with_it))
@@ -400,6 +460,14 @@ def test_no_verdict_on_runs_that_ended_at_different_steps(tmp_path):
     pair = compare(results, results.others[0])
     assert pair.outcome == "none"
     assert "ended at different steps" in pair.verdict
+
+
+def test_the_ends_that_count_are_those_of_the_split_that_is_reported_on(tmp_path):
+    arms = fake_study.searched(BASELINE, arm("new", "New"))
+    results = load(write_study(tmp_path, arms, seeds=(1, 2, 3)))
+    run = results.baseline.runs[2]
+    results.baseline.runs[2] = dataclasses.replace(run, test=(*run.test[:-1], (380, run.test[-1][1])))
+    assert "ended at different steps (380, 400)" in compare(results, results.others[0]).verdict
 
 
 def test_a_huge_loss_has_gains_too():

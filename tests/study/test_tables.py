@@ -6,12 +6,14 @@ import io
 import re
 
 import pytest
-from fake_study import BASELINE, arm, write_study
+from fake_study import BASELINE, WIDER, arm, write_study
 from rich.console import Console
 
 from qurve.study.results import load
 from qurve.study.statistics import ROW_KEYS, summary_rows
 from qurve.study.tables import (
+    CSV_KEYS,
+    SETTINGS,
     chance,
     csv_table,
     rate,
@@ -92,8 +94,10 @@ def test_csv_holds_the_rows_in_full(tmp_path):
     results = load(write_study(tmp_path, fates={("mlp-4.75", 1): "diverged"}))
     read = list(csv.DictReader(io.StringIO(csv_table(results))))
     rows = summary_rows(results)
-    assert list(read[0]) == [*ROW_KEYS, "diverged"]
+    assert list(read[0]) == list(CSV_KEYS) == [*ROW_KEYS, "diverged", "weight_decay", "lr", "min_lr"]
     assert [line.pop("diverged") for line in read] == ["0", "1", "0"]
+    settings = [[line.pop(key) for key in ("weight_decay", "lr", "min_lr")] for line in read]
+    assert settings == [[str(arm.setting(path)) for path in SETTINGS] for arm in results.arms]
     for line, row in zip(read, rows, strict=True):
         assert line == {key: "" if value is None else str(value) for key, value in row.items()}
     assert float(read[2]["diff"]) == rows[2]["diff"]
@@ -101,13 +105,34 @@ def test_csv_holds_the_rows_in_full(tmp_path):
 
 def test_tex_escapes_every_special_and_counts_its_columns(tmp_path):
     text = tex_table(load(write_study(tmp_path, (BASELINE, arm("new", HOSTILE)))))
-    for line in ("\\toprule", "\\midrule", "\\bottomrule", "\\begin{tabular}{lrrrrrrrr}", "\\end{tabular}"):
-        assert text.count(line) == 1
-    body = [line for line in text.splitlines() if line.endswith("\\\\")]
-    assert len(body) == 3
-    assert all(len(re.findall(r"(?<!\\)&", line)) == 8 for line in body)
-    assert r"{[}red]\textbackslash{}input\{x\} \$x\_1\$ 50 \% \& \#1 \textasciitilde{} \textasciicircum{}" in body[2]
+    for line in ("\\toprule", "\\midrule", "\\bottomrule", "\\begin{tabular}{lrrrrrrrrrr}", "\\end{tabular}"):
+        assert text.count(line) == 1 + (line == "\\midrule")
+    body = [line for line in text.splitlines() if line.endswith("\\\\") and not line.startswith("\\multicolumn")]
+    assert len(body) == 4
+    assert all(len(re.findall(r"(?<!\\)&", line)) == 10 for line in body)
+    assert r"{[}red]\textbackslash{}input\{x\} \$x\_1\$ 50 \% \& \#1 \textasciitilde{} \textasciicircum{}" in body[3]
     assert r"$2\cdot10^{-3}$" in body[1]
+
+
+def test_tex_has_difference_interval_p_and_the_papers_own_figures(tmp_path):
+    results = load(write_study(tmp_path))
+    text, row = tex_table(results), summary_rows(results)[2]
+    (line,) = [line for line in text.splitlines() if line.startswith("Res. GELU")]
+    cells = [cell.strip() for cell in line.removesuffix("\\\\").split(" & ")]
+    assert cells[5] == "3/3"
+    plain = cells[7].replace("$-$", "−").replace("{[}", "[").replace("{]}", "]")
+    assert plain == f"{signed(row['diff'], 4)} [{signed(row['diff_low'], 4)}, {signed(row['diff_high'], 4)}]"
+    assert cells[8] == tex_escape(chance(row["p_holm"]))
+    (papers,) = [line for line in text.splitlines() if "2.8736" in line]
+    assert text.splitlines().index(papers) == text.splitlines().index(line) + 1
+    assert papers.startswith(
+        r"\quad in the paper & \textasciitilde{}0.03 \% & 0.10 & $3.6\cdot10^{-3}$ & $2\cdot10^{-5}$ & --"
+    )
+    assert r"+2.40 \% & +6.81 \% \\" in papers
+    assert "{The paper, as printed: 124 M parameters" in text
+    (baseline,) = [line for line in text.splitlines() if line.startswith("Baseline")]
+    assert baseline.count("ref.") == 5
+    assert "in the paper" not in tex_table(load(write_study(tmp_path / "none", (WIDER,)))).lower()
 
 
 def test_tex_leaves_no_special_bare():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -119,6 +120,28 @@ def test_the_table_fits_80_columns_and_shows_hostile_reasons_as_they_are(tmp_pat
     assert "…" not in text
     assert f"140/{STEPS}" in text
     assert "1 finished, 1 running, 1 diverged, 1 failed, 1 stopped, 1 waiting" in " ".join(text.split())
+
+
+def test_a_search_fits_80_columns(tmp_path: Path) -> None:
+    """Its finished runs are one row an arm, and a name takes two lines at most; JSON has every run."""
+    write_study(tmp_path, seeds=(1,), search=False)
+    points = [f"lr={lr:g}+min_lr={lr / 10:g}" for lr in (1e-3, 2e-3, 4e-3)]
+    for arm in ("baseline", "res-gelu"):
+        for point in points:
+            trial = tmp_path / "search" / "runs" / f"{arm}@{point}" / "seed-101"
+            shutil.copytree(tmp_path / "runs" / arm / "seed-1", trial)
+    RunFolder(trial).set_status("running", step=140)
+    states = Watched(tmp_path).look()
+    assert len(json.loads(status_json(states))["runs"]) == 2 * 3 + 3
+    text = printed(states, 80)
+    assert "…" not in text
+    lines = text.splitlines()
+    done = [" ".join(line.split()) for line in lines if "search" in line]
+    assert done == ["baseline, its search finished 3 of 3", "res-gelu, its search finished 2 of 3"]
+    assert "lr=0.002" not in text
+    start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("res-gelu@"))
+    after = next(i for i, line in enumerate(lines) if line.lstrip().startswith("baseline, seed 1"))
+    assert after - start <= 2
 
 
 @pytest.mark.parametrize(

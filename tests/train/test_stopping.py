@@ -22,6 +22,7 @@ from qurve.runfolder import RunFolder
 from qurve.train import checkpoint
 from qurve.train.config import RunConfig
 from qurve.train.loop import train
+from qurve.train.progress import LogLines, Progress, TerminalBar
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -65,6 +66,20 @@ def test_a_second_signal_in_the_midst_of_the_save_leaves_the_checkpoint_before(
     assert run.checkpoint_steps() == [2, 4]
     assert_whole(run)
     assert_same(train(smallest(), run.path, little, resume="auto"), undisturbed)
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_only_a_training_that_speaks_says_that_it_stops(
+    speaks: bool, little: TokenData, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The workers of a study do not: the study itself says it, once."""
+    progress = After(2, ask_to_stop)
+    progress.speaks = speaks  # type: ignore[misc]
+    with pytest.raises(Stopped):
+        train(smallest(), tmp_path / "run", little, progress)
+    said = capfd.readouterr().err
+    assert said == ("\nstopping: the step is finished and saved first (Ctrl-C now stops at once)\n" if speaks else "")
+    assert (Progress.speaks, LogLines.speaks, TerminalBar.speaks) == (False, True, True)
 
 
 def test_signal_handlers_are_given_back(little: TokenData, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def compare(
             cluster=cluster,
             retries=retries,
             pool=pool,
+            definition=Path(study) if study.endswith(".py") and not grid else None,
             say=plain(console),
         )
     _show_report(folder, console, as_json)
@@ -123,7 +124,10 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Write a study's report anew from its runs: report.html, report.md, table.csv, table.tex, figures."""
+    """Write a study's report anew from its runs: report.html, report.md, table.csv, table.tex, figures.
+
+    Of a ladder the same without figures as files: those are in its page.
+    """
     _show_report(folder, console_for(as_json), as_json, against)
     return 0
 
@@ -151,7 +155,8 @@ def study_status(
 @study.command(name="plan")
 def study_plan(
     study: Annotated[
-        Positional[str], arg(metavar="STUDY", help="A built-in study (small, paper, zoo) or a Python file.")
+        Positional[str],
+        arg(metavar="STUDY", help="A built-in study (small, paper, zoo) or a Python file exposing STUDY or LADDER."),
     ] = "small",
     effect: Annotated[
         str, option(metavar="X%", help="The gain to be seen, in per cent of the baseline's loss. Default: 0.2%.")
@@ -165,24 +170,43 @@ def study_plan(
     settings: Settings = (),
     as_json: Json = False,
 ) -> int:
-    """What a study will take, its search with it, and how many seeds it needs. Nothing is created.
+    """What a study or a ladder will take, searches with it, and how many seeds a study needs. Nothing is created.
+
+    Hours are an estimate: at the speeds of the study named with --from, or by FLOPs at half of what a matrix product
+    reaches on this machine.
 
     A pool is looked into for what this machine would make by itself: data, device and threads are those of a run, too.
     """
-    from qurve.study.definition import load_study
+    from qurve.study.definition import Study
     from qurve.study.execute import made_already
     from qurve.study.noise import known_from
-    from qurve.study.plan import built_in_knowledge, make_plan, parse_effect, plan_table
+    from qurve.study.pace import pace_here, pace_of
+    from qurve.study.plan import (
+        built_in_knowledge,
+        ladder_plan_table,
+        load_planned,
+        make_plan,
+        parse_effect,
+        plan_ladder,
+        plan_table,
+    )
 
-    wanted, fraction = load_study(study).change(settings), parse_effect(effect)
+    wanted, fraction = load_planned(study).change(settings), parse_effect(effect)
     knowledge, made = built_in_knowledge(study) if known is None else known_from(known), None
+    pace = None if knowledge is None else pace_of(knowledge)
+    if not isinstance(wanted, Study):
+        if pool is not None:
+            raise BadInput("--pool is for a study; of a ladder, every rung is one of its own")
+        plan = plan_ladder(wanted, pace or pace_here(wanted.rungs[0].study.arms[0].config))
+        print(json.dumps(plan)) if as_json else Console().print(ladder_plan_table(plan))
+        return 0
     if data is not None and pool is None:
         raise BadInput("--data tells one run from another in a pool: it belongs to --pool")
     if pool is not None:
         config = dataclasses.replace(wanted.arms[0].config.data, **given(path=None if data is None else str(data)))
         with tempfile.TemporaryDirectory() as folder, data_in(Path(folder), config) as opened:
             made = made_already(wanted, opened, pool)
-    plan = make_plan(wanted, fraction, knowledge, made)
+    plan = make_plan(wanted, fraction, knowledge, made, pace or pace_here(wanted.arms[0].config))
     if as_json:
         print(json.dumps(plan))
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Literal
 
-from qurve.config import check_values
+from qurve.config import check_values, or_else
 from qurve.errors import BadInput
 from qurve.model.feed_forward import Dense, FeedForwardConfig
 from qurve.model.mixers import MixerConfig, Softmax
@@ -87,9 +87,9 @@ class ModelConfig:
     d_model: int = 768
     n_heads: int = 12
     """H: heads of the queries."""
-    n_kv_heads: int | None = None
+    n_kv_heads: int | None = field(default=None, metadata=or_else("n_heads"))
     """G: heads of the keys and values, each shared by `n_heads / n_kv_heads` queries; None takes as many as queries."""
-    d_head: int | None = None
+    d_head: int | None = field(default=None, metadata=or_else("d_model / n_heads"))
     """E: width of a head; None takes `d_model / n_heads`."""
     d_ff: int = 3072
     """Hidden width of the feed-forward, of each expert where there are several."""
@@ -115,9 +115,9 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm over each head's queries and keys, before their rotation: 2 E parameters a block, one gain for all heads
     (as in Qwen3, arXiv 2505.09388; after Henry et al., arXiv 2010.04245)."""
-    attention_scale: float | None = None
+    attention_scale: float | None = field(default=None, metadata=or_else("1 / sqrt(head width)"))
     """What the logits `q k^T` are multiplied by; None means `1 / sqrt(head width)`."""
-    window: int | None = None
+    window: int | None = field(default=None, metadata=or_else("all tokens"))
     """How many tokens back attention looks, itself included (forward as well, if bidirectional); None looks at all."""
     attends: Literal["causal", "bidirectional", "prefix"] = "causal"
     """Whom a token sees: those before it, all, or those before it and, within a prefix of the sequence, all of that."""

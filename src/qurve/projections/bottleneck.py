@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from qurve.config import or_else
 from qurve.ops.heads import WIDEST
 from qurve.projections import functional as F
 from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig, Reach
@@ -46,7 +47,7 @@ class Bottleneck(ProjectionConfig):
 
     anchor: Anchor = "identity"
     """What `f` is added to: the input, a linear projection of it (for pretrained weights), or nothing."""
-    width: int | None = None
+    width: int | None = field(default=None, metadata=or_else("D / 2"))
     """R, the bottleneck's width; None means D / 2, which makes `W1` and `W2` as large as the weight they replace."""
     activation: Activation = "gelu"
     pre_norm: Norm = "rmsnorm"

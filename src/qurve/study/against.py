@@ -1,19 +1,25 @@
 """Two studies side by side: the same arms, seed by seed, where data, order and evaluation were equal.
 
-What is not equal is refused, with the reason: its difference would be one of the measurement.
+What is not equal is refused, with the reason: its difference would be one of the measurement. What is compared is
+judged by the rules of a study (`qurve.study.statistics`): the paired t test, corrected by Holm for all arms that both
+studies have, at 5 % divided by the number of declared looks; no verdict where a run broke or is missing in either
+study, or after a look that was not declared.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
 from qurve.config import differences
 from qurve.errors import BadInput
-from qurve.study.paired import paired_interval
+from qurve.study.paired import holm, paired_interval, paired_p
 from qurve.study.provenance import provenance
 from qurve.study.results import Arm, Run, StudyResults
+from qurve.study.settings import setting_in_words
+from qurve.study.statistics import Outcome, Unfinished, refusal_of_looks, refusal_of_runs, verdict_on, which
 
 MEASUREMENT = ("data.", "eval.", "model.context", "model.vocab_size", "model.attends", "train.objective")
 """What two arms must have alike for their losses to be on one scale."""
@@ -33,23 +39,18 @@ class Pairing:
     diff: float | None
     low: float | None
     high: float | None
+    """Ends of the arm's own 95 % interval."""
+    p: float | None
+    """Of the paired t test; None where there can be no verdict."""
+    p_holm: float | None
+    """The same, corrected for all arms that both studies have: what the verdict rests on."""
+    outcome: Outcome
+    in_words: str
     refused: str | None
     """Why the two are not compared; None where they are."""
     changed: dict[str, tuple[Any, Any]]
     """The settings in which the arm differs, as `path -> (there, here)`."""
-
-    @property
-    def in_words(self) -> str:
-        if self.refused is not None:
-            return f"not compared: {self.refused}"
-        n = len(self.seeds)
-        if self.diff == 0 and self.low in (None, 0):
-            return f"the same loss ({_seeds(n)})"
-        if self.low is None or self.high is None:
-            return f"{_seeds(n)}: no verdict"
-        if self.low <= 0 <= self.high:
-            return f"cannot be told apart from the noise ({_seeds(n)})"
-        return f"{'lower' if self.high < 0 else 'higher'} loss here ({_seeds(n)})"
+    changed_in_words: dict[str, tuple[str, str]]
 
 
 def against(results: StudyResults, other: StudyResults) -> list[Pairing]:
@@ -65,41 +66,78 @@ def against(results: StudyResults, other: StudyResults) -> list[Pairing]:
         )
     data = [set(provenance(study).data) for study in (results, other)]
     splits = [study.split_in_words for study in (results, other)]
-    found = [_pair(arm, there, data, splits) for arm, there in shared]
+    looked = " and ".join(
+        f"{refusal} ({where})"
+        for study, where in ((results, "here"), (other, "there"))
+        if (refusal := refusal_of_looks(study)) is not None
+    )
+    found = [_pair(arm, there, data, splits, looked) for arm, there in shared]
     if all(pair.refused is not None for pair in found):
         reasons = "; ".join(dict.fromkeys(f"{pair.arm}: {pair.refused}" for pair in found))
         raise BadInput(f"{results.folder} cannot be compared with {other.folder}: {reasons}")
+    return _judged(found, shared, max(len(results.looks), len(other.looks)))
+
+
+def _pair(arm: Arm, there: Arm, data: list[set[str]], splits: list[str], looked: str) -> Pairing:
+    """The numbers of a comparison; its words are those of a refusal, or empty yet."""
+    changed = {p: pair for p, pair in differences(there.config, arm.config).items() if p not in NO_MATTER}
+    words = {path: (setting_in_words(there.config, path), setting_in_words(arm.config, path)) for path in changed}
+    runs = {seed: (arm.runs[seed], there.runs[seed]) for seed in arm.runs if seed in there.runs}
+    runs = {seed: pair for seed, pair in runs.items() if all(run.finished for run in pair)}
+    refused = _unequal(changed, list(runs.values()), data, _unfinished(arm, there))
+    if splits[0] != splits[1]:
+        refused = f"its loss is on the {splits[0]} split here and on the {splits[1]} split there"
+    bare = Pairing(
+        arm.name, arm.label, (), arm.final_loss, there.final_loss, *(None,) * 5, "none", "", refused, changed, words
+    )
+    if refused is not None:
+        return dataclasses.replace(bare, in_words=f"not compared: {refused}")
+    losses = [(_loss(ours), _loss(theirs)) for ours, theirs in runs.values()]
+    diffs = [a - b for a, b in losses]
+    here, before = (statistics.fmean(column) for column in zip(*losses, strict=True))
+    diff, low, high = (*paired_interval(diffs),) if len(diffs) > 1 else (diffs[0], None, None)
+    refusal = refusal_of_runs(_unfinished(arm, there)) or looked
+    p = paired_p(diffs) if len(diffs) > 1 and not refusal else None
+    numbers: dict[str, Any] = {"here": here, "there": before, "diff": diff, "low": low, "high": high, "p": p}
+    return dataclasses.replace(bare, seeds=tuple(runs), in_words=refusal, **numbers)
+
+
+def _judged(pairs: list[Pairing], shared: list[tuple[Arm, Arm]], looks: int) -> list[Pairing]:
+    """The verdicts: all arms are one family of tests. One without a p counts as one of it all the same."""
+    found = []
+    for pair, (arm, there), p_holm in zip(pairs, shared, holm([pair.p for pair in pairs]), strict=True):
+        outcome, words = pair.outcome, pair.in_words
+        if not words:
+            diffs = [_loss(arm.runs[seed]) - _loss(there.runs[seed]) for seed in pair.seeds]
+            outcome, words = verdict_on(diffs, p_holm, looks, len(pairs), "here than there")
+            if not any(diffs):
+                words = f"the same loss ({len(diffs)} seed{'' if len(diffs) == 1 else 's'})"
+        if pair.refused is None and (alone := sorted(arm.runs.keys() ^ there.runs.keys())):
+            words += f"; in one of the two alone: seed{'' if len(alone) == 1 else 's'} {', '.join(map(str, alone))}"
+        found.append(dataclasses.replace(pair, p_holm=p_holm, outcome=outcome, in_words=words))
     return found
 
 
-def _pair(arm: Arm, there: Arm, data: list[set[str]], splits: list[str]) -> Pairing:
-    changed = {p: pair for p, pair in differences(there.config, arm.config).items() if p not in NO_MATTER}
-    seeds = [seed for seed in arm.runs if seed in there.runs]
-    runs = [(arm.runs[seed], there.runs[seed]) for seed in seeds]
-    runs = [(ours, theirs) for ours, theirs in runs if ours.finished and theirs.finished]
-    refused = _unequal(changed, runs, data)
-    if splits[0] != splits[1]:
-        refused = f"its loss is on the {splits[0]} split here and on the {splits[1]} split there"
-    if refused is not None:
-        return Pairing(arm.name, arm.label, (), arm.final_loss, there.final_loss, None, None, None, refused, changed)
-    losses = [
-        (a, b) for ours, theirs in runs if (a := ours.final_loss) is not None and (b := theirs.final_loss) is not None
-    ]
-    diffs = [a - b for a, b in losses]
-    diff, low, high = (*paired_interval(diffs),) if len(diffs) > 2 else (statistics.fmean(diffs), None, None)
-    here, before = (statistics.fmean(column) for column in zip(*losses, strict=True))
-    compared = tuple(ours.seed for ours, _ in runs)
-    return Pairing(arm.name, arm.label, compared, here, before, diff, low, high, None, changed)
+def _loss(run: Run) -> float:
+    assert run.final_loss is not None  # it has finished
+    return run.final_loss
 
 
-def _unequal(changed: dict[str, Any], runs: list[tuple[Run, Run]], data: list[set[str]]) -> str | None:
+def _unfinished(arm: Arm, there: Arm) -> list[Unfinished]:
+    return [(run, which(run, where)) for of, where in ((arm, "here"), (there, "there")) for run in of.unfinished]
+
+
+def _unequal(
+    changed: dict[str, Any], runs: list[tuple[Run, Run]], data: list[set[str]], unfinished: list[Unfinished]
+) -> str | None:
     for path, (there, here) in changed.items():
         if path.startswith(MEASUREMENT):
             return f"{path} is {here!r} here and {there!r} there"
     if all(data) and data[0] != data[1]:
         return "the data are others"
     if not runs:
-        return "no seed is finished in both"
+        states = ", ".join(words for _, words in unfinished)
+        return "no seed is finished in both" + (f": {states}" if states else "")
     for ours, theirs in runs:
         if ours.val[-1][0] != theirs.val[-1][0]:
             ends = f"{ours.val[-1][0]:,} here and {theirs.val[-1][0]:,} there"
@@ -111,7 +149,3 @@ def _unequal(changed: dict[str, Any], runs: list[tuple[Run, Run]], data: list[se
             if ours.batch_digests.get(step) != theirs.batch_digests.get(step):
                 return f"seed {ours.seed} did not see the same batch at step {step:,}"
     return None
-
-
-def _seeds(n: int) -> str:
-    return f"{n} seed{'' if n == 1 else 's'}"

@@ -8,10 +8,14 @@ validation.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from qurve.study.search import Point, Value
+from qurve.study.axes import Value
+from qurve.study.results import Arm, StudyResults
+from qurve.study.search import Point
 from qurve.study.searched import Searched, on
+from qurve.study.settings import in_words
 from qurve.study.tables import NONE, plain, rate
 from qurve.study.worth import Table
 
@@ -25,6 +29,66 @@ IN_WORDS = {
     "train.weight_decay": "decay",
 }
 CHOSEN = " ◂"
+
+
+@dataclass(frozen=True)
+class SearchedArm:
+    """What the search chose for an arm, and what it was chosen from."""
+
+    arm: Arm
+    point: tuple[tuple[str, str], ...]
+    """Setting and value, in words; empty where nothing is chosen."""
+    without: str
+    """Why nothing is chosen, where it is not."""
+    val_loss: float | None
+    points: int
+    broken: int
+    """Points that did not finish."""
+    edges: tuple[str, ...]
+    """Axes at whose open edge the choice lies."""
+
+
+def searched_arms(results: StudyResults) -> list[SearchedArm]:
+    """Every arm that was searched, in the study's order; none without a search."""
+    search, found = results.search, []
+    for arm in results.arms if search is not None else ():
+        if search is None or arm.matched is not None or arm.seed_offset:
+            continue
+        chosen, points = search.chosen.get(arm.name), search.points(arm.name)
+        found.append(
+            SearchedArm(
+                arm,
+                () if chosen is None else tuple((path, in_words(value)) for path, value in chosen.point or ()),
+                "not yet" if chosen is None else "none: no point finished with every seed",
+                None if chosen is None else chosen.val_loss,
+                len(points),
+                sum(loss is None for loss in points.values()),
+                () if chosen is None else tuple(axis for axis, *_ in search.edges(arm.name)),
+            )
+        )
+    return found
+
+
+def search_table(results: StudyResults) -> Table | None:
+    """The same as a table in words; None without a search."""
+    search = results.search
+    if search is None:
+        return None
+    rows = [
+        [
+            one.arm.label,
+            ", ".join(f"{path} {value}" for path, value in one.point) or one.without,
+            plain(one.val_loss, 4),
+            str(one.points),
+            str(one.broken),
+            ", ".join(one.edges) or ("no" if one.point else NONE),
+        ]
+        for one in searched_arms(results)
+    ]
+    seeds = ", ".join(map(str, search.seeds))
+    note = f"{search.sampler} over {', '.join(search.axes)}, seeds {seeds}; chosen on validation."
+    head = ["arm", "chosen point", "validation loss there", "points tried", "did not finish", "at an open edge"]
+    return Table("What the search chose", head, rows, [note])
 
 
 def apart_tables(search: Searched, labels: Mapping[str, str]) -> list[Table]:

@@ -18,9 +18,10 @@ from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.presets import zoo
 from qurve.study.power import LEAST_SEEDS
+from qurve.study.same_run import seeded
 from qurve.study.search import MOST_POINTS, Search, configured, point_name, short_names
-from qurve.study.searched import evidence
-from qurve.study.study_json import FORMAT, check_arm_name
+from qurve.study.searched import evidence, read_evidence
+from qurve.study.study_json import FORMAT, check_arm_name, check_plain, check_study
 from qurve.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class Arm:
             raise BadInput(f"arm {self.name}: seed_offset = {self.seed_offset}: a seed is at least 0, so add to it")
 
 
+MOST_LETTERS = 120
+"""Of the name of an arm of its own: a search's runs have a point's name beside it, in one folder's."""
+
 SHARED = (
     "data.",
     "eval.",
@@ -57,6 +61,8 @@ SHARED = (
     "train.threads",
     "train.steps",
     "train.stop_at",
+    "train.tokens_per_step",
+    "train.loss_bound",
     "model.context",
     "model.attends",
     "train.objective",
@@ -81,9 +87,12 @@ class Study:
     an equal part of the 5 % (`qurve.study.statistics`). Empty: there is one look, whatever the number."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         names = [arm.name for arm in self.arms]
-        if len(set(names)) < len(names) or not names:
+        if len({name.casefold() for name in names}) < len(names) or not names:  # some disks tell no capitals apart
             raise BadInput(f"study {self.name}: arms need names of their own, not {', '.join(names) or 'none at all'}")
+        if long := [arm.name for arm in self.arms if len(arm.name) > MOST_LETTERS and arm.matched is None]:
+            raise BadInput(f"study {self.name}: an arm's name has at most {MOST_LETTERS} letters, not {len(long[0])}")
         if self.baseline not in names:
             raise BadInput(
                 f"study {self.name}: its baseline {self.baseline!r} is no arm{did_you_mean(self.baseline, names)}"
@@ -105,6 +114,47 @@ class Study:
         self._check_a_a()
         if isinstance(self.search, Search):
             self._check_search(self.search)
+        elif self.search is not None:
+            try:
+                found = read_evidence(self.search)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                what = f"{type(error).__name__}: {error}"
+                raise BadInput(
+                    f"study {self.name}: search is neither a Search nor the evidence of one ({what})"
+                ) from None
+            self._check_search_seeds({*found.seeds, *(score.trial.seed for score in found.scores)})
+        self._check_different()
+
+    def _check_different(self) -> None:
+        """No two arms may make the same runs: what a search tries of them counts, not what it sets."""
+        point = self.search.first_point if isinstance(self.search, Search) else ()
+        alike: dict[Any, list[tuple[Arm, RunConfig]]] = {}  # a hash takes long, and most arms differ in these
+        for arm in self.arms:
+            if not self.is_out(arm):
+                tried = dataclasses.replace(arm, config=configured(arm.config, point)) if point else arm
+                config = self.run_config(tried, self.seeds[0])
+                key = (config.model, config.train.lr, config.train.weight_decay)
+                alike.setdefault(key, []).append((arm, config))
+        for arms in alike.values():
+            found: dict[str, Arm] = {}
+            for arm, config in arms if len(arms) > 1 else ():
+                if (same := found.setdefault(content_hash(config), arm)) is not arm:
+                    searched = " but for what is searched" if point else ""
+                    raise BadInput(
+                        f"study {self.name}: {same.name} and {arm.name} are the same configuration{searched}, so they "
+                        "would be the same runs; leave one out, or make it an A/A arm (seed_offset=1000), which shows "
+                        "the noise"
+                    )
+
+    def _check_types(self) -> None:
+        """What a Python file may get wrong, so that no later comparison stumbles over it."""
+        check_arm_name(self.name, "a study's")
+        for name, least in (("seeds", 0), ("looks", 1)):
+            values = getattr(self, name)
+            if not isinstance(values, list | tuple) or any(type(value) is not int or value < least for value in values):
+                raise BadInput(f"study {self.name}: {name} are whole numbers from {least}, not {values!r}")
+        if not isinstance(self.title, str) or not all(isinstance(arm, Arm) for arm in self.arms):
+            raise BadInput(f"study {self.name}: its title is a text, and each of its arms an Arm")
 
     def _check_looks(self) -> None:
         if not self.looks:
@@ -136,12 +186,15 @@ class Study:
                     "one of the study's; take a larger one, 1000 say"
                 )
 
-    def _check_search(self, search: Search) -> None:
-        if both := set(search.seeds) & set(self.seeds):
+    def _check_search_seeds(self, seeds: set[int]) -> None:
+        if both := seeds & {seed + arm.seed_offset for seed in self.seeds for arm in self.arms}:
             raise BadInput(
                 f"study {self.name}: seed {min(both)} is one of the search and of the comparison; what is chosen with "
                 "a seed looks better with it than it is, so give the search others"
             )
+
+    def _check_search(self, search: Search) -> None:
+        self._check_search_seeds(set(search.seeds))
         for path in search.paths:
             if path.startswith((*SHARED, "train.seed")):
                 raise BadInput(f"study {self.name}: {path} cannot be searched, every arm of a study needs the same")
@@ -205,14 +258,16 @@ class Study:
         return dataclasses.replace(self, arms=tuple(changed(arm) for arm in self.arms))
 
     def run_config(self, arm: Arm, seed: int) -> RunConfig:
-        """The arm with this seed. An A/A arm keeps the batches of the seed, and takes its weights from another one."""
-        config = arm.config
-        if arm.seed_offset and config.data.order_seed is None:
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, order_seed=seed))
-        return dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed + arm.seed_offset))
+        """The arm with this seed."""
+        return seeded(arm.config, seed, arm.seed_offset)
 
-    def to_json(self, command: str, earlier_seeds: Sequence[Sequence[int]] = ()) -> str:
-        """`study.json`: what the report needs to know beyond the runs."""
+    def to_json(
+        self,
+        command: str,
+        earlier_seeds: Sequence[Sequence[int]] = (),
+        looked_in_pool: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    ) -> str:
+        """`study.json`: what the report needs to know beyond the runs. `BadInput` for one that no report could read."""
         arms = []
         for arm in self.arms:
             cost = accounting.count(arm.config.model)
@@ -238,11 +293,15 @@ class Study:
             "seeds": list(self.seeds),
             "looks": list(self.looks),
             "earlier_seeds": [list(seeds) for seeds in earlier_seeds],
+            "looked_in_pool": {arm: [list(seeds) for seeds in sets] for arm, sets in (looked_in_pool or {}).items()},
             "command": command,
             "arms": arms,
             "search": evidence(self.search, self.configs, ()) if isinstance(self.search, Search) else self.search,
         }
-        return json.dumps(tree, indent=2) + "\n"
+        text = json.dumps(tree, indent=2) + "\n"
+        check_plain(tree)
+        check_study(json.loads(text))
+        return text
 
 
 Kind = TypeVar("Kind")
@@ -273,6 +332,8 @@ def defined(name: str, kind: type[Kind], built_in: Mapping[str, Callable[[], Kin
         found = runpy.run_path(name).get(what.upper())
     except QurveError:
         raise
+    except SystemExit as error:
+        raise BadInput(f"{name} cannot be run: it ends the process (sys.exit({error.code!r}))") from None
     except Exception as error:  # anything can go wrong in a file that somebody wrote
         raise BadInput(f"{name} cannot be run: {type(error).__name__}: {error}") from error
     if not isinstance(found, kind):

@@ -28,6 +28,8 @@ WIDE, NARROW = 8.8, 3.9
 """Figure widths in inches: a page's column, a phone's."""
 MOST_ENTRIES = 40
 """In a legend."""
+BAR_STEPS = 24
+"""Shades of a colour bar."""
 WASH = 0.16
 """Opacity of a seed band."""
 
@@ -111,11 +113,14 @@ def heatmap(
     row_axis: str,
     column_axis: str,
     digits: int = 3,
+    scale: tuple[float, float] | None = None,
     marks: Sequence[tuple[int, int]] = (),
     width: float = WIDE,
 ) -> Figure:
-    """A table as colours: the lower the value, the darker; each cell says its number.
+    """A table as colours: the lower the value, the darker; each cell says its number, and a bar the colours.
 
+    `scale` are the values of the darkest and the palest colour, the same for maps that are to be compared; by default
+    the lowest and the highest here.
     `values[row][column]` is None where a run diverged (hatched, with a cross) and NaN where there is none (left empty).
     `marks` are cells to ring, as (row, column): the chosen ones, say. The first row is drawn at the bottom, so that
     both axes ascend. Raises `ValueError` where the shapes do not fit.
@@ -125,10 +130,11 @@ def heatmap(
     from matplotlib.patches import Rectangle
 
     fig = blank(width, 0.75 + 0.44 * max(1, len(rows)))
-    axes = fig.subplots()
+    axes, bar = fig.subplots(1, 2, width_ratios=(1, 0.022 if width > 5 else 0.045))
     axes.grid(visible=False)
     finite = [value for row in values for value in row if value is not None and math.isfinite(value)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    low, high = scale or ((min(finite), max(finite)) if finite else (0.0, 0.0))
+    _colour_bar(bar, low, high, digits)
     for y, row in enumerate(values):
         for x, value in enumerate(row):
             corner = (x - 0.5, y - 0.5)
@@ -138,8 +144,7 @@ def heatmap(
                 )
                 axes.plot([x], [y], "x", color=PALETTE[2], markersize=8, markeredgewidth=1.8)
             elif math.isfinite(value):
-                depth = (high - value) / (high - low) if high > low else 0.5
-                axes.add_patch(Rectangle(corner, 1, 1, facecolor=PALETTE[1], alpha=0.08 + 0.42 * depth, linewidth=0))
+                axes.add_patch(Rectangle(corner, 1, 1, **_shade_of(value, low, high)))
                 axes.text(x, y, f"{value:.{digits}f}", ha="center", va="center", fontsize=8.5 if width > 5 else 6.5)
     for y, x in marks:
         axes.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, fill=False, edgecolor=INK, linewidth=1.6))
@@ -151,6 +156,31 @@ def heatmap(
     axes.set_xlabel(column_axis)
     axes.set_ylabel(row_axis)
     return fig
+
+
+def _shade_of(value: float, low: float, high: float) -> dict[str, Any]:
+    depth = min(1.0, max(0.0, (high - value) / (high - low))) if high > low else 0.5
+    return {"facecolor": PALETTE[1], "alpha": 0.08 + 0.42 * depth, "linewidth": 0}
+
+
+def _colour_bar(axes: Axes, low: float, high: float, digits: int) -> None:
+    """The colours from the lowest value, at the bottom, to the highest; where there is but one value, none."""
+    from matplotlib.patches import Rectangle
+
+    if not high > low:
+        axes.set_axis_off()
+        return
+    axes.grid(visible=False)
+    for step in range(BAR_STEPS):
+        value = low + (high - low) * (step + 0.5) / BAR_STEPS
+        axes.add_patch(Rectangle((0, step), 1, 1, **_shade_of(value, low, high)))
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, BAR_STEPS)
+    axes.set_xticks([])
+    ends = [low, (low + high) / 2, high]
+    axes.set_yticks([0, BAR_STEPS / 2, BAR_STEPS], [f"{value:.{digits}f}" for value in ends])
+    axes.tick_params(length=0, labelsize=8 if digits > 2 else 6.5)
+    axes.yaxis.tick_right()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from qurve.runfolder import RunFolder
 from qurve.study.paired import paired_interval
 from qurve.study.results import Arm, Run, StudyResults
 from qurve.study.scaling import Equivalent, Estimate, equivalent, ratio_interval
-from qurve.study.statistics import relative_gains
+from qurve.study.statistics import refusal, relative_gains
 
 T = TypeVar("T")
 Curve = Sequence[tuple[int, float]]
@@ -161,14 +161,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def not_comparable(results: StudyResults, arm: Arm) -> str | None:
-    """Why no number of this arm means anything beside the baseline's; None where nothing speaks against it."""
-    apart = results.batches.difference_of(arm.name, results.baseline.name)
-    if apart is not None:
-        return apart
-    broken = [run for one in (arm, results.baseline) for run in one.unfinished if run.status in ("diverged", "damaged")]
-    if broken:  # the seeds that are left would flatter an arm that breaks
-        return ", ".join(f"{run.arm}: seed {run.seed} {run.status}" for run in broken)
-    return None
+    """Why no number of this arm means anything beside the baseline's: what takes its verdict, and nothing else."""
+    return refusal(results, arm)
 
 
 def _falling(x: Estimate, gain: Callable[[float], float]) -> Estimate:
@@ -319,6 +313,8 @@ def equivalent_gain(results: StudyResults, arm: Arm, quantity: Literal["params",
         for other in sized_baselines(results)
         if other.name != arm.name and not other.unfinished and not_comparable(results, other) is None
     ]
+    if not others and arm in sized_baselines(results):
+        raise BadInput("it is itself the only baseline of another size here, which every other arm is measured by")
     best: dict[float, Arm] = {}
     for other in sorted(others, key=lambda one: one.final_loss or math.inf):
         best.setdefault(size[other.name], other)

@@ -17,12 +17,13 @@ from qurve.errors import BadInput, Busy, QurveError
 from qurve.files import claimed, write_atomic
 from qurve.runfolder import RunFolder, Status
 from qurve.study.definition import Study
-from qurve.study.jobs import Job, Outcome, earlier_seeds, is_made, jobs_of, scored, trial_jobs
+from qurve.study.jobs import Job, Outcome, earlier_seeds, is_made, jobs_of, looked_before, scored, trial_jobs
 from qurve.study.local import LocalWorkers
 from qurve.study.on_ray import Cluster, RayWorkers
-from qurve.study.pool import in_pool, link
-from qurve.study.search import Score, Search, planned, trials
+from qurve.study.pool import in_pool, link, look_again
+from qurve.study.search import Score, Search, bound, planned, trials
 from qurve.study.searched import evidence
+from qurve.study.source import keep
 from qurve.train.config import RunConfig
 
 Say = Callable[[str], None]
@@ -71,6 +72,7 @@ def run_study(
     cluster: Cluster | None = None,
     retries: int = 1,
     pool: Path | None = None,
+    definition: Path | None = None,
     say: Say = print,
 ) -> dict[str, str]:
     """Make every run of the study below `folder`; returns the name and reason of each run that failed.
@@ -86,7 +88,7 @@ def run_study(
 
     Runs are made by `workers` processes of this machine, or on a Ray `cluster`, whose machines must see `folder` and
     the data at the same paths. With a `pool` they are made there and linked to, and what is there already is not made
-    again (`qurve.study.pool`).
+    again (`qurve.study.pool`). The file that the study comes from, its `definition`, is kept in the folder.
     """
     if isinstance(study.search, Search):
         _check_splits(study)
@@ -98,13 +100,19 @@ def run_study(
             file = making.folder / "study.json"
             if not file.exists():
                 write_atomic(file, study.to_json(command))
+            if definition is not None:
+                keep(definition, making.folder)
             found, failed = making.searched(study, study.search)
             if failed:
                 return failed
             study = study.settled(found)
         jobs = making.resolved(jobs_of(study, making.folder))
         is_open = [not is_made(job) for job in jobs]
-        write_atomic(making.folder / "study.json", study.to_json(command, earlier_seeds(study, making.folder)))
+        looked = looked_before(making.folder) | ({} if pool is None else look_again(pool, study, jobs))
+        file = making.folder / "study.json"
+        write_atomic(file, study.to_json(command, earlier_seeds(study, making.folder), looked))
+        if definition is not None:
+            keep(definition, making.folder)
         return making.make(jobs, is_open)
 
 
@@ -256,7 +264,8 @@ class _Making:
         """The search's evidence, and its failures; trials that are made already are read and not made again."""
         first = sum(sum(runs.values()) for runs in planned(search, study.configs).values())
         finals = (2 * len(study.arms) - 1) * len(study.seeds)
-        self.say(f"a search of {first} runs (at least), then at most {finals} runs of the chosen points")
+        how_many = {"exactly": f"{first} runs"}.get(bound(search), f"{bound(search)} {first} runs")
+        self.say(f"a search of {how_many}, then at most {finals} runs of the chosen points")
         finals *= study.arms[0].config.train.updates
         scores: list[Score] = []
         facts: dict[str, Any] = {}

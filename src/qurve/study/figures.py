@@ -196,7 +196,9 @@ def differences_figure(results: StudyResults, width: float = WIDE) -> Figure:
             markeredgecolor=look["color"],
         )
         if pair.diff is None:
-            axes.text(0, row, " no seed finished in both", va="center", color=look["color"])
+            axes.text(
+                0, row, f" {'no verdict' if pair.n else 'no seed finished in both'}", va="center", color=look["color"]
+            )
     length = 28 if width > 5 else 18
     labels = [shorten(arm.label, length) + fate(arm).replace(" (", "\n(") for arm in results.others]
     axes.set_yticks(range(len(results.others)), labels)

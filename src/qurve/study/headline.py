@@ -1,11 +1,13 @@
-"""What stands on top of a report: one verdict in words, and one number with its interval."""
+"""What stands on top of a report: a false alarm where there is one, then one verdict in words, and one number with its
+interval."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from qurve.study.results import Arm, StudyResults
-from qurve.study.statistics import Comparison, comparisons
+from qurve.study.statistics import Comparison, comparisons, is_alarm
+from qurve.study.tables import signed
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,31 @@ def headline(results: StudyResults) -> Headline | None:
         f"The lowest of {len(decided)} arms: the verdict is corrected for {len(pairs)} (Holm), its interval is not."
     )
     return Headline(f"{arm.label}: {pair.verdict}.", arm, pair, caveat if len(decided) > 1 else "")
+
+
+def alarms(results: StudyResults) -> list[str]:
+    """What an A/A arm's difference that looks real says of all the others, in words: a warning before any verdict."""
+    found, pairs = [], {pair.arm: pair for pair in comparisons(results)}
+    for arm in results.others:
+        pair = pairs[arm.name]
+        if not arm.seed_offset or not is_alarm(pair) or pair.diff is None:
+            continue
+        interval = f"{signed(pair.low, 4)} to {signed(pair.high, 4)}"
+        how = (
+            "which this study's own test takes for real"
+            if pair.outcome in ("lower", "higher")
+            else "whose interval leaves out zero, though no claim is made of it"
+        )
+        no_larger = [
+            other.label
+            for other in results.primary
+            if (diff := pairs[other.name].diff) is not None and abs(diff) <= abs(pair.diff)
+        ]
+        found.append(
+            f"False alarm: {arm.label} is the baseline's own configuration from other weights, and differs from it by "
+            f"{signed(pair.diff, 4)} nats per token (95 % interval {interval}, {pair.n} seeds), {how}. Chance does so "
+            "in one A/A test of twenty; else something other than the arms makes differences here, so that none can be "
+            "believed before more seeds clear this up."
+            + (f" No larger than this one: {', '.join(no_larger)}." if no_larger else "")
+        )
+    return found

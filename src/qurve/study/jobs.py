@@ -12,6 +12,7 @@ from qurve.data.loader import TokenData
 from qurve.errors import BadInput, Busy, Diverged, QurveError, Stopped
 from qurve.runfolder import RunFolder
 from qurve.study.definition import Arm, Study
+from qurve.study.same_run import ended_by_another_bound
 from qurve.study.search import Score, Trial, trial_config, trial_name
 from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
@@ -114,6 +115,12 @@ def is_made(job: Job) -> bool:
     if changed := hashed_differences(there, job.config):
         listed = ", ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(changed.items())[:5])
         raise BadInput(f"{job.folder} holds a run of another configuration ({listed}); give another --out")
+    if ended_by_another_bound(run, job.config):
+        bounds = [f"{c.train.loss_bound} ({c.train.loss_bound_steps} steps)" for c in (there, job.config)]
+        raise BadInput(
+            f"{job.folder} holds a run that would have ended otherwise with this train.loss_bound: {bounds[0]} there, "
+            f"{bounds[1]} now; give another --out"
+        )
     enough = int(state["step"]) >= job.config.train.updates  # else it was made with an earlier stop
     return state["status"] == "diverged" or (state["status"] == "finished" and enough)
 
@@ -136,6 +143,12 @@ def earlier_seeds(study: Study, folder: Path) -> list[list[int]]:
             "before the first run; give another --out"
         )
     return earlier if seeds == list(study.seeds) else [*earlier, seeds]
+
+
+def looked_before(folder: Path) -> dict[str, list[list[int]]]:
+    """What the study in this folder knows of looks that were taken in its pool before it."""
+    file = folder / "study.json"
+    return dict(read_study(file).get("looked_in_pool", {})) if file.exists() else {}
 
 
 def make(job: Job, device: str, data_folder: str) -> Outcome:

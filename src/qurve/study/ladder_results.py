@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qurve.errors import BadInput
-from qurve.study.effects import Unknown, asked, estimate, log_loss_gain, not_comparable
+from qurve.study.effects import Unknown, asked, costs, estimate, log_loss_gain, not_comparable, speeds_apart
+from qurve.study.paired import holm
 from qurve.study.results import Arm, StudyResults, load
 from qurve.study.scaling import (
     PUBLISHED,
@@ -53,6 +54,10 @@ class RungArm:
     losses: dict[int, float]
     unfinished: tuple[str, ...] = ()
     doubt: str | None = None
+    tokens_per_s: float | None = None
+    """Median over the seeds; training time alone."""
+    peak_memory_bytes: int | None = None
+    """The most that one process held, over the finished runs."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class RungResults:
     """How often the training data was gone through: beyond one, tokens are not new ones."""
     arms: dict[str, RungArm]
     machine: dict[str, Any]
+    speeds_apart: float = 1.0
+    """How many times as fast as its slowest seed an arm's fastest ran, at most: far from 1, the machine was busy."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,18 @@ def measured(
     tokens = int(base.setting("train.steps")) * int(base.setting("train.tokens_per_step"))
     environments = [run.environment for run in results.runs if run.finished]
     machine = {key: environments[0][key] for key in MACHINE if key in environments[0]} if environments else {}
-    arms = {arm.name: _rung_arm(results, arm) for arm in results.arms}
-    return RungResults(name, *size, tokens_per_parameter, tokens, tokens / data_tokens, arms, machine)
+    memory = {cost.arm: cost.peak_memory_bytes for cost in costs(results)}
+    arms = {arm.name: _rung_arm(results, arm, memory[arm.name]) for arm in results.arms}
+    epochs, apart = tokens / data_tokens, speeds_apart(results)
+    return RungResults(name, *size, tokens_per_parameter, tokens, epochs, arms, machine, apart)
 
 
-def _rung_arm(results: StudyResults, arm: Arm) -> RungArm:
+def _rung_arm(results: StudyResults, arm: Arm, memory: int | None) -> RungArm:
     losses = {seed: loss for seed, run in arm.runs.items() if (loss := run.final_loss) is not None}
     unfinished = tuple(f"seed {run.seed} {run.in_words}" for run in arm.unfinished)
     doubt = not_comparable(results, arm)
-    return RungArm(arm.name, arm.label, arm.non_embedding, arm.total, arm.flops_per_token, losses, unfinished, doubt)
+    sizes = arm.non_embedding, arm.total, arm.flops_per_token
+    return RungArm(arm.name, arm.label, *sizes, losses, unfinished, doubt, arm.tokens_per_s, memory)
 
 
 def to_json(results: LadderResults) -> str:
@@ -155,6 +165,8 @@ def _rung(item: dict[str, Any]) -> RungResults:
             losses=losses,
             unfinished=tuple(one_line(words) for words in arm["unfinished"]),
             doubt=None if arm["doubt"] is None else one_line(arm["doubt"]),
+            tokens_per_s=None if (speed := arm.get("tokens_per_s")) is None else float(speed),
+            peak_memory_bytes=None if (memory := arm.get("peak_memory_bytes")) is None else int(memory),
         )
     return RungResults(
         name=one_line(item["name"]),
@@ -165,6 +177,7 @@ def _rung(item: dict[str, Any]) -> RungResults:
         epochs=float(item["epochs"]),
         arms=arms,
         machine=dict(item["machine"]),
+        speeds_apart=float(item.get("speeds_apart", 1.0)),
     )
 
 
@@ -289,9 +302,18 @@ def fit(one: Series, arm: str) -> Fit | Unknown:
 def gain_trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown:
     """How the arm's gain changes along the series: a line over every seed's gain.
 
-    A rung at which it cannot be compared makes it unknown: left out, the line would be of the rungs that suit.
+    A rung at which it cannot be compared makes it unknown: left out, the line would be of the rungs that suit. The
+    slopes of all arms along one series are a family: whether one grows or shrinks is decided after Holm's correction.
     """
+    trends = {other: _trend(results, one, other) for other in results.arms if other != results.baseline}
+    adjusted = holm([None if isinstance(found, Unknown) else found.p for found in trends.values()])
+    found = trends[arm]
+    if isinstance(found, Unknown):
+        return found
+    return dataclasses.replace(found, p_holm=adjusted[list(trends).index(arm)])
 
+
+def _trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown:
     def found() -> Trend:
         gains = {}
         for rung in one.rungs:
@@ -368,11 +390,17 @@ def lines(results: LadderResults) -> list[str]:
     for one in series(results):
         for arm, label in results.arms.items():
             if arm != results.baseline:
-                said.append(f"{label}, gain along {one.along} ({one.fixed}): {_slope(gain_trend(results, one, arm))}.")
+                slope = _slope(gain_trend(results, one, arm), len(results.arms) - 1)
+                said.append(f"{label}, gain along {one.along} ({one.fixed}): {slope}.")
         for arm, label in results.arms.items():
             said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm))}.")
         said.append(_published(results, one))
+    if said:
+        said.append(JUDGED)
     for rung in results.rungs:
+        for arm, there in rung.arms.items():
+            if arm != results.baseline and isinstance(found := gain(results, rung, arm), Unknown):
+                said.append(f"Rung {rung.name}, {there.label}: no gain ({found.why}).")
         if rung.epochs > 1:
             said.append(f"Rung {rung.name} went through the training data {rung.epochs:.1f} times.")
         for there in rung.arms.values():
@@ -386,11 +414,20 @@ def percent(found: Estimate | Unknown) -> str:
     return NONE if isinstance(found, Unknown) else with_interval(found, lambda x: signed(x, 2), " %")
 
 
-def _slope(found: Trend | Unknown) -> str:
+JUDGED = (
+    "A gain is called one that grows or shrinks by the t test of its slope, corrected by Holm for the arms of its "
+    "series; the interval beside it is the slope's own, and not corrected."
+)
+
+
+def _slope(found: Trend | Unknown, arms: int) -> str:
     if isinstance(found, Unknown):
         return f"no slope ({found.why})"
     size = with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
-    return f"{found.outcome}: {size}"
+    if found.p_holm is None:
+        return f"{found.outcome}: {size}"
+    p = "p < 0.0001" if found.p_holm < 1e-4 else f"p = {found.p_holm:.4f}"
+    return f"{found.outcome}: {size}, {p}" + (f" after Holm for {arms} arms" if arms > 1 else "")
 
 
 def _exponent(found: Fit | Unknown) -> str:

@@ -6,18 +6,19 @@ per token.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qurve.errors import BadInput
 from qurve.study.paired import deviation_interval
-from qurve.study.results import StudyResults, load
+from qurve.study.results import Arm, StudyResults, load
 from qurve.study.study_json import check_plain
 
 Losses = Mapping[str, Mapping[int, float]]
@@ -55,6 +56,8 @@ class NoiseFloor:
     baseline: Deviation
     arms: tuple[PairedNoise, ...]
     differences: Deviation | None
+    a_a: tuple[PairedNoise, ...] = ()
+    """Of the A/A arms, which are the baseline from other weights: no part of the pool."""
 
 
 def noise_floor(results: StudyResults) -> NoiseFloor | None:
@@ -62,8 +65,14 @@ def noise_floor(results: StudyResults) -> NoiseFloor | None:
 
     Arms that did not see the baseline's batches are left out, and so are those with fewer than two seeds in common.
     """
-    paired = [arm for arm in results.primary if results.batches.difference_of(arm.name, results.baseline.name) is None]
-    return floor_of({arm.name: final_losses(arm.runs) for arm in (results.baseline, *paired)}, results.baseline.name)
+    base = results.baseline
+
+    def floor(arms: list[Arm]) -> NoiseFloor | None:
+        paired = [arm for arm in arms if results.batches.difference_of(arm.name, base.name) is None]
+        return floor_of({arm.name: final_losses(arm.runs) for arm in (base, *paired)}, base.name)
+
+    found, twins = floor(results.primary), floor([arm for arm in results.others if arm.seed_offset])
+    return None if found is None or twins is None else dataclasses.replace(found, a_a=twins.arms)
 
 
 def final_losses(runs: Mapping[int, Any]) -> dict[int, float]:
@@ -118,6 +127,8 @@ class Known:
     """The baseline's."""
     machine: str
     """The processor or GPU that the speeds are of."""
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """arm -> its configuration: what its speed is of."""
 
 
 def known_from(path: str | os.PathLike[str]) -> Known:
@@ -133,7 +144,8 @@ def known_from(path: str | os.PathLike[str]) -> Known:
 def _known_results(results: StudyResults, source: str) -> Known:
     speeds = {arm.name: speed for arm in results.arms if (speed := arm.tokens_per_s) is not None}
     machine = _machine([run.environment for run in results.runs])
-    return Known(source, noise_floor(results), speeds, results.baseline.config, machine)
+    configs = {arm.name: arm.config for arm in results.arms}
+    return Known(source, noise_floor(results), speeds, results.baseline.config, machine, configs)
 
 
 def known_evidence(content: bytes, source: str) -> Known:
@@ -152,7 +164,8 @@ def known_evidence(content: bytes, source: str) -> Known:
         rows = {row["arm"]: row.get("tokens_per_s") for row in tree["rows"]}
         speeds = {str(arm): float(speed) for arm, speed in rows.items() if speed is not None}
         machine = _machine([run["environment"] for run in tree["runs"]])
-        return Known(source, floor_of(losses, baseline), speeds, dict(tree["configs"][baseline]), machine)
+        configs = {str(arm): dict(config) for arm, config in tree["configs"].items()}
+        return Known(source, floor_of(losses, baseline), speeds, configs[baseline], machine, configs)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration, RecursionError) as error:
         raise BadInput(f"{source} is no study's evidence ({type(error).__name__}: {error})") from None
 

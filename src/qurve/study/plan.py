@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from qurve import accounting
 from qurve.config import from_dict, hashed_differences
 from qurve.errors import BadInput
-from qurve.study.definition import Arm, Study
+from qurve.study.definition import Arm, Study, defined, load_study
 from qurve.study.noise import Known, known_evidence
+from qurve.study.pace import Pace, pace_of
 from qurve.study.power import LEVEL, POWER, minimum_detectable, seeds_needed
-from qurve.study.search import Search, planned
+from qurve.study.search import Search, bound, planned
 from qurve.train.config import RunConfig
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from qurve.study.execute import Made
+    from qurve.study.ladder import Ladder
 
 MOST_NAMED = 5
 """Settings in which a study differs from the one that its noise is taken from, before the rest is only counted."""
@@ -43,27 +46,31 @@ def parse_effect(text: str) -> float:
     return value
 
 
-def make_plan(wanted: Study, effect: float, known: Known | None, made: Made | None = None) -> dict[str, Any]:
+def make_plan(
+    wanted: Study, effect: float, known: Known | None, made: Made | None = None, pace: Pace | None = None
+) -> dict[str, Any]:
     """Runs, tokens, FLOPs and hours of a study, arm by arm, and the seeds that `effect` needs.
 
-    `effect` is a fraction of the baseline's loss. Hours are at the speeds of `known`, one run after the other, and None
-    where it does not know an arm's speed or is of another model. Whatever hangs on the noise is None where that is not
-    known. `made` is what a pool holds of the study; without one `made` and `hours_left` are None.
+    `effect` is a fraction of the baseline's loss. Hours are an estimate, one run after the other: at the speed of the
+    same model where `pace` has it (by default that of `known`), else by FLOPs (`by_flops`); None without either.
+    Whatever hangs on the noise is None where that is not known. `made` is what a pool holds of the study; without one
+    `made` and `hours_left` are None.
 
-    The `search` takes so many runs at least, and `matched`, its arms at the baseline's point, so many at most; None of
-    a study that has no search to make, or whose search is over in the pool.
+    The `search` takes so many runs, or at least or at most so many (its `bound`); `matched`, its arms at the baseline's
+    point, so many at most; None of a study that has no search to make, or whose search is over in the pool.
     """
     study = wanted if made is None else made.study
     baseline = next(arm for arm in study.arms if arm.name == study.baseline)
     apart = {} if known is None else _apart(known, baseline.config)
-    speeds = {} if known is None or any(path.startswith("model.") for path in apart) else known.speeds
+    if pace is None and known is not None:
+        pace = pace_of(known)
     arms = [
         {
             "arm": arm.name,
             "label": arm.label,
             "non_embedding": (cost := accounting.count(arm.config.model)).non_embedding,
             "flops_per_token": cost.flops_per_token,
-            **_amount(arm, {arm.config.train.updates: len(study.seeds)}, speeds, study.baseline),
+            **_amount(arm, {arm.config.train.updates: len(study.seeds)}, pace),
             "made": None if made is None else made.runs.get(arm.name, 0),
         }
         for arm in study.arms
@@ -72,13 +79,14 @@ def make_plan(wanted: Study, effect: float, known: Known | None, made: Made | No
     search, tried, matched = wanted.search, None, None
     if isinstance(search, Search):
         runs = planned(search, wanted.configs)
-        tried = _sum([_amount(arm, runs[arm.name], speeds) for arm in wanted.arms if arm.name in runs])
+        tried = _sum([_amount(arm, runs[arm.name], pace) for arm in wanted.arms if arm.name in runs])
+        tried |= {"bound": bound(search), "extensions": search.extensions}
         is_over = not isinstance(study.search, Search)
         tried["made"] = None if made is None else tried["runs"] if is_over else min(made.trials, tried["runs"])
         more = [arm for arm in study.arms if arm is not baseline and not arm.seed_offset]
         if more and not is_over:
             seeds = {baseline.config.train.updates: len(study.seeds)}
-            matched = {**_sum([_amount(arm, seeds, speeds) for arm in more]), "made": None if made is None else 0}
+            matched = {**_sum([_amount(arm, seeds, pace) for arm in more]), "made": None if made is None else 0}
     rows = [row for row in (tried, *arms, matched) if row is not None]
     total, left = _sum(rows), None
     if made is not None and total["hours"] is not None:
@@ -94,7 +102,7 @@ def make_plan(wanted: Study, effect: float, known: Known | None, made: Made | No
         **total,
         "made": None if made is None else sum(row["made"] for row in rows),
         "hours_left": left,
-        "machine": known.machine if known is not None and speeds else None,
+        **_paced(pace),
         "source": None if known is None else known.source,
         "other_settings": [f"{path} {there!r} there, {here!r} here" for path, (there, here) in apart.items()],
         "effect_percent": 100 * effect,
@@ -102,25 +110,55 @@ def make_plan(wanted: Study, effect: float, known: Known | None, made: Made | No
     }
 
 
-def _amount(arm: Arm, runs: dict[int, int], speeds: dict[str, float], baseline: str = "") -> dict[str, Any]:
-    """What runs of an arm take, given how many there are of each number of updates.
+def plan_ladder(ladder: Ladder, pace: Pace | None) -> dict[str, Any]:
+    """Runs, tokens, FLOPs and hours of a ladder, rung by rung: what `make_plan` says of each rung's study."""
+    kept = ("runs", "tokens", "flops", "hours", "by_flops", "seeds")
+    rungs = []
+    for rung in ladder.rungs:
+        plan = make_plan(rung.study, 0.01, None, pace=pace)
+        bounds = {} if plan["search"] is None else {"bound": plan["search"]["bound"]}
+        rungs.append({"rung": rung.name, "arms": len(plan["arms"]), **{key: plan[key] for key in kept}, **bounds})
+    return {"ladder": ladder.name, "title": ladder.title, "rungs": rungs, **_sum(rungs), **_paced(pace)}
 
-    An arm that is another one over again (at the baseline's point, or the baseline from other weights) has its speed.
-    """
+
+def load_planned(name: str) -> Study | Ladder:
+    """A study as `load_study` has it, or the ladder that a Python file exposes instead. Raises `BadInput`."""
+    from qurve.study.ladder import Ladder
+
+    try:
+        return load_study(name)
+    except BadInput:
+        if name.endswith(".py"):
+            with contextlib.suppress(BadInput):
+                return defined(name, Ladder, {})
+        raise
+
+
+def _amount(arm: Arm, runs: dict[int, int], pace: Pace | None) -> dict[str, Any]:
+    """What runs of an arm take, given how many there are of each number of updates."""
     tokens = sum(updates * n for updates, n in runs.items()) * arm.config.train.tokens_per_step
-    speed = speeds.get(arm.name, speeds.get(baseline if arm.seed_offset else arm.matched or ""))
+    seconds, timed = (None, False) if pace is None else pace.seconds(arm.config.model, tokens)
     return {
         "runs": sum(runs.values()),
         "tokens": tokens,
         "flops": tokens * accounting.count(arm.config.model).flops_per_token,
-        "hours": None if speed is None else tokens / speed / 3600,
+        "hours": None if seconds is None else seconds / 3600,
+        "by_flops": seconds is not None and not timed,
     }
 
 
 def _sum(rows: list[dict[str, Any]]) -> dict[str, Any]:
     hours = [row["hours"] for row in rows]
     total = {key: sum(row[key] for row in rows) for key in ("runs", "tokens", "flops")}
-    return {**total, "hours": None if None in hours else sum(hours)}
+    return {**total, "hours": None if None in hours else sum(hours), "by_flops": any(row["by_flops"] for row in rows)}
+
+
+def _paced(pace: Pace | None) -> dict[str, Any]:
+    """Where the hours are from."""
+    if pace is None:
+        return dict.fromkeys(("machine", "timed_by", "flops_per_s", "of_flops"))
+    found = {"machine": pace.machine, "timed_by": pace.source}
+    return found | {"flops_per_s": pace.flops_per_s, "of_flops": pace.of_flops}
 
 
 def _apart(known: Known, config: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -157,19 +195,9 @@ def _level(looks: int) -> float:
 
 def plan_sentences(plan: dict[str, Any]) -> list[str]:
     """What the plan says of time and seeds, for people."""
-    said = []
-    if plan["hours"] is not None:
-        said.append(
-            f"One run after the other takes {plan['hours']:,.2f} hours at the speeds of {plan['source']} "
-            f"({plan['machine']})."
-        )
-    else:
-        said.append(
-            "Hours are known of arms that the study named with --from has run at this size; qurve plan PRESET guesses "
-            "those of one run."
-        )
+    said = hours_sentences(plan)
     if plan["search"] is not None:
-        said.append("Its search takes so many runs without extensions of its grid, which come on top.")
+        said += _search_sentences(plan["search"])
     if plan["made"] is not None:
         left = "" if plan["hours_left"] is None else f" (about {plan['hours_left']:,.2f} hours)"
         runs, made = plan["runs"], plan["made"]
@@ -209,6 +237,69 @@ def plan_sentences(plan: dict[str, Any]) -> list[str]:
     return said
 
 
+def hours_sentences(plan: dict[str, Any]) -> list[str]:
+    """What the hours of a study's or a ladder's plan are, and how far to trust them."""
+    if plan["hours"] is None:
+        return ["Nothing is known of hours."]
+    said = f"An estimate: one run after the other takes about {hours_in_words(plan['hours'])}"
+    if plan["timed_by"] is not None:
+        said += f", at the speeds of {plan['timed_by']} ({plan['machine']})"
+    if not plan["by_flops"]:
+        return [f"{said}."]
+    rate = f"{plan['flops_per_s']:.3g} FLOP/s, {plan['of_flops']}"
+    if plan["timed_by"] is None:
+        return [f"{said}, by FLOPs at {rate}. It may be half or twice as much; name a study that was made with --from."]
+    return [f"{said}; ~ where a model was not timed: by its FLOPs at {rate}. Another size may reach another rate."]
+
+
+def hours_in_words(hours: float) -> str:
+    return f"{hours:,.2f} hours" if hours < 48 else f"{hours / 24:,.0f} days"
+
+
+def _hours(row: dict[str, Any]) -> str:
+    if row["hours"] is None:
+        return "–"
+    return ("~" if row["by_flops"] else "") + (f"{row['hours']:,.2f}" if row["hours"] < 1e5 else f"{row['hours']:.3g}")
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return f"{row['tokens']:.4g}" if row["tokens"] >= 1e9 else f"{row['tokens']:,}"
+
+
+def ladder_plan_table(plan: dict[str, Any]) -> Group:
+    """A ladder's plan as the terminal shows it: one row per rung, their sum, then the sentences."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("rung", overflow="fold")
+    for name in ("arms", "seeds", "runs", "tokens", "FLOPs", "hours"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in (*plan["rungs"], {**plan, "rung": "all", "arms": "", "seeds": ""}):
+        figures = str(row["arms"]), str(row["seeds"]), f"{row['runs']:,}", _tokens(row), f"{row['flops']:.3g}"
+        table.add_row(*map(Text, (row["rung"], *figures, _hours(row))))
+    noise = "Seeds for an effect are planned of one rung: as a study of its own, by qurve study plan."
+    return Group(table, *(Text(sentence) for sentence in (*hours_sentences(plan), noise)))
+
+
+def _search_sentences(search: dict[str, Any]) -> list[str]:
+    times = search["extensions"]
+    return {
+        "exactly": [],
+        "at least": [
+            "Its search takes so many runs without extensions of its grid, which come on top, up to "
+            f"{times} time{'' if times == 1 else 's'} a value on an axis, for every arm."
+        ],
+        "at most": ["Its search takes so many runs at most: a point that breaks, or is asked for twice, saves some."],
+    }[search["bound"]]
+
+
+def _search_label(search: dict[str, Any]) -> str:
+    return "the search" + ("" if search["bound"] == "exactly" else f" ({search['bound']})")
+
+
 def _number(seeds: int | None) -> str:
     return "more than 100,000" if seeds is None else f"{seeds:,}"
 
@@ -227,7 +318,7 @@ def plan_table(plan: dict[str, Any]) -> Group:
         table.add_column(name, justify="right", no_wrap=True)
     search, matched = plan["search"], plan["matched"]
     rows = [
-        *([] if search is None else [{**search, "label": "the search (at least)"}]),
+        *([] if search is None else [{**search, "label": _search_label(search)}]),
         *plan["arms"],
         *([] if matched is None else [{**matched, "label": "at the baseline's point (at most)"}]),
         {**plan, "label": "all"},
@@ -238,9 +329,9 @@ def plan_table(plan: dict[str, Any]) -> Group:
             f"{arm['non_embedding']:,}" if "non_embedding" in arm else "",
             f"{arm['runs']:,}",
             *([f"{arm['made']:,}"] if pooled else []),
-            f"{arm['tokens']:.4g}" if arm["tokens"] >= 1e9 else f"{arm['tokens']:,}",
+            _tokens(arm),
             f"{arm['flops']:.3g}",
-            "–" if arm["hours"] is None else f"{arm['hours']:,.2f}",
+            _hours(arm),
         )
         table.add_row(*map(Text, cells))
     return Group(table, *(Text(sentence) for sentence in plan_sentences(plan)))

@@ -1,6 +1,7 @@
 """One pool of runs for all studies: a folder with one run folder for each content hash.
 
     <pool>/<hash>/                           the run folder, see `qurve.runfolder`
+    <pool>/looks.jsonl                       which arms were compared with which baseline, with which seeds
     <study>/runs/<arm>/seed-<n>              a relative link to it
 
 A run whose configuration is in the pool is not made again, whichever study made it. The hash is that of the resolved
@@ -23,9 +24,14 @@ from qurve.config import content_hash
 from qurve.errors import BadInput, QurveError
 from qurve.files import write_atomic
 from qurve.runfolder import RunFolder
+from qurve.study.definition import Study
 from qurve.study.jobs import Job
+from qurve.study.power import LEAST_SEEDS
+from qurve.study.same_run import ended_by_another_bound
 
 FORMAT = 1
+LOOKS = "looks.jsonl"
+"""Which comparisons were made in the pool, and with which seeds: a line for each study."""
 LOCAL = ("cpu", "cores", "device", "gpu", "platform", "precision", "processes", "python", "qurve", "threads", "torch")
 """What is kept of a run's environment: what its numbers and its speed may depend on."""
 
@@ -34,9 +40,12 @@ def in_pool(job: Job, pool: Path) -> Job:
     """The job, to be made in the pool. `job.config` must be resolved. Touches nothing.
 
     One whose folder holds a run of the study's own already stays there, and so does one whose link leads to another
-    run: whoever looks at what is there refuses it.
+    run: whoever looks at what is there refuses it. The study makes for itself what the pool has under another bound of
+    the loss that would have ended otherwise: the bound is no part of the hash.
     """
     place = pool / content_hash(job.config)
+    if not job.folder.is_symlink() and ended_by_another_bound(RunFolder(place), job.config):
+        return job
     if os.path.lexists(job.folder) and not (job.folder.is_symlink() and _leads_to(job.folder, place)):
         return job
     return dataclasses.replace(job, folder=place, link=job.folder)
@@ -60,6 +69,56 @@ def link(job: Job) -> None:
             job.link.symlink_to(os.path.relpath(job.folder.resolve(), job.link.parent.resolve()))
     except OSError as error:
         raise BadInput(f"{job.link} cannot be linked to {job.folder} ({error.strerror}); give another --pool") from None
+
+
+# --------------------------------------------------------------------------------------------------------------- looks
+
+
+def look_again(pool: Path, study: Study, jobs: Iterable[Job]) -> dict[str, list[list[int]]]:
+    """Arm -> the sets of seeds with which earlier studies of this pool compared it with this baseline, where that was a
+    look which this study did not declare. Notes this study's own, once; a study that comes again sees what it saw then.
+
+    `jobs` are its runs with resolved configurations.
+    """
+    keys = {job.arm.name: _without_seed(job) for job in jobs if not job.arm.seed_offset}
+    base = keys.pop(study.baseline, None)
+    if base is None or not keys:
+        return {}
+    own = {"baseline": base, "arms": sorted(set(keys.values())), "seeds": list(study.seeds), "looks": list(study.looks)}
+    file = pool / LOOKS
+    lines = _lines(file)
+    before = lines[: lines.index(own)] if own in lines else lines
+    if own not in lines:
+        pool.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8") as log:  # one write: two studies may come at once
+            log.write(json.dumps(own) + "\n")
+    found: dict[str, list[list[int]]] = {}
+    for line in before:
+        seeds, is_declared = line["seeds"], line["looks"] == own["looks"] and len(line["seeds"]) in study.looks
+        is_harmless = set(seeds) <= set(study.seeds) and (len(seeds) < LEAST_SEEDS or is_declared)
+        if line["baseline"] != base or is_harmless or set(seeds) == set(study.seeds):
+            continue
+        for arm, key in keys.items():
+            if key in line["arms"] and seeds not in found.setdefault(arm, []):
+                found[arm].append(seeds)
+    return {arm: sets for arm, sets in found.items() if sets}
+
+
+def _without_seed(job: Job) -> str:
+    return content_hash(dataclasses.replace(job.config, train=dataclasses.replace(job.config.train, seed=0)))
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """What was noted; a line that a killed process left torn is passed over."""
+    found = []
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        try:
+            line = json.loads(text)
+            [list(line[key]) for key in ("arms", "seeds", "looks")]
+            found.append({"baseline": line["baseline"], **line})
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ evidence

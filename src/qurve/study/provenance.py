@@ -15,8 +15,9 @@ from typing import Any
 
 from qurve.config import apply_settings, from_dict, hashed_leaves, to_dict
 from qurve.errors import BadInput
-from qurve.runfolder import RunFolder
+from qurve.runfolder import MEASURED, RunFolder
 from qurve.study.results import Arm, Run, StudyResults
+from qurve.study.source import kept
 
 MOST_SETTINGS = 12
 """A run that needs more of them is no variation of a preset: its study's file says more."""
@@ -24,7 +25,7 @@ NEAREST = 3
 """So many presets are tried, the nearest first."""
 OWN = ("train.seed", "data.path", "data.fingerprint")
 """What each run has of its own, or finds in its data."""
-LATER = ("format", "started", "resumed")
+LATER = ("format", "started", "resumed", *MEASURED)
 """Of an environment, what differs between two runs in the same one."""
 
 
@@ -39,7 +40,7 @@ class Provenance:
     code: tuple[str, ...]
     """`qurve VERSION, commit HASH`"""
     environments: tuple[str, ...]
-    """sha256 of what the runs' environments say, without their times."""
+    """sha256 of what the runs' environments say, without their times and what was measured."""
     configurations: dict[tuple[str, int], str]
     """(arm, seed) -> the hash of the run's configuration."""
 
@@ -75,10 +76,16 @@ def folder_of(results: StudyResults, run: Run) -> Path:
 
 
 def commands(results: StudyResults) -> list[str]:
-    """What makes the study again, in a clone of the code: the commit, where the runs agree on one, and the study."""
+    """What makes the study again, in a clone of the code: the commit, where the runs agree on one, and the study.
+
+    Of a study from a file, comments say where a copy of that is, and of what it imports from beside it.
+    """
     commits = {run.environment.get("commit") for run in results.runs if run.environment}
     checkout = [f"git checkout {commit}" for commit in commits if isinstance(commit, str) and commit]
-    return [*(checkout if len(commits) == 1 else []), results.command]
+    copies = [f"# {path} in the study's folder, sha256 {sha}" for path, sha in kept(results.folder).items()]
+    if copies:
+        copies.insert(0, "# the study's file as it was, with what it imports from beside it:")
+    return [*(checkout if len(commits) == 1 else []), *copies, results.command]
 
 
 def single_run(results: StudyResults, arm: Arm) -> str | None:

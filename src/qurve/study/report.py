@@ -20,7 +20,7 @@ from qurve.study.results import load
 
 def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] | None = None) -> Path:
     """Write `report/` inside the study's folder, finished or not, and return the path of `report.html`. A ladder's
-    folder gets its page alone: each rung's study has a report of its own.
+    folder gets page, Markdown and tables; its figures are in the page, and each rung's study has a report of its own.
 
     With the folder of an `other` study the arms that both have are compared too. Raises `BadInput` when a folder is not
     a study's, or when no arm of the two can be compared. Each file is written whole, then renamed over the old one.
@@ -28,6 +28,8 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
     # the effects' mathematics brings numpy along, which nobody needs before a report is written
     from qurve.study.ladder_results import FILE as LADDER
     from qurve.study.ladder_results import load_ladder
+    from qurve.study.ladder_tables import csv_table, tex_table
+    from qurve.study.ladder_tables import markdown as ladder_markdown
     from qurve.study.markdown import markdown
     from qurve.study.page.build import page
     from qurve.study.page.ladder import ladder_page
@@ -35,7 +37,14 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
 
     folder = Path(folder)
     if (folder / LADDER).is_file() and other is None:
-        return _written(folder, {"report.html": ladder_page(load_ladder(folder)).encode()})
+        ladder = load_ladder(folder)
+        writers = {
+            "table.csv": csv_table,
+            "table.tex": tex_table,
+            "report.md": ladder_markdown,
+            "report.html": ladder_page,
+        }
+        return _written(folder, {name: write(ladder).encode() for name, write in writers.items()})
     results = load(folder)
     before = None if other is None else load(other)
     pairs = [] if before is None else against(results, before)

@@ -4,26 +4,28 @@
     runs/<arm>/seed-<n>/         one run folder each, see `qurve.runfolder`
 
 Nothing here trains or writes. Losses are in nats per token. A run counts as finished only when its status says so and
-its last validation loss is finite; whatever else has happened to it is carried in words and never enters a mean.
+its last loss is finite, and when its folder holds the run that `study.json` means; whatever else has happened to it is
+carried in words and never enters a mean.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
+from qurve.study.axes import Range
+from qurve.study.batches import BatchProof, identical_batches
+from qurve.study.same_run import check_run
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
 
@@ -62,9 +64,14 @@ class Run:
         return self.val[-1][1] if self.finished else None
 
     @property
+    def reported(self) -> tuple[tuple[int, float], ...]:
+        """(step, loss) on the split that the study reports on."""
+        return self.test if self.split == "test" else self.val
+
+    @property
     def final_loss(self) -> float | None:
         """The last loss of a finished run on the split that the study reports on, else None."""
-        return (self.test if self.split == "test" else self.val)[-1][1] if self.finished else None
+        return self.reported[-1][1] if self.finished else None
 
     @property
     def in_words(self) -> str:
@@ -146,6 +153,8 @@ class StudyResults:
     search: Searched | None
     earlier_seeds: tuple[tuple[int, ...], ...] = ()
     """The sets of seeds that the study was run with before this one."""
+    looked_in_pool: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Arm -> the other sets of seeds with which an earlier study of its pool compared it with this baseline."""
     looks: tuple[int, ...] = ()
     """The numbers of seeds at which a look at the result was declared before the first run."""
     split: str = "val"
@@ -180,6 +189,14 @@ class StudyResults:
         own = [arm for arm in self.arms if arm.matched is None and not arm.seed_offset]
         whole = [(loss, i) for i, arm in enumerate(own) if not arm.unfinished and (loss := arm.final_loss) is not None]
         return own[min(whole)[1]] if whole else None
+
+    @property
+    def searched_alike(self) -> bool:
+        """Whether every arm was given the same search, as far as its evidence tells."""
+        search, own = self.search, [arm for arm in self.arms if arm.matched is None and not arm.seed_offset]
+        if search is None or any(search_apart(self, arm) is not None for arm in own):
+            return False
+        return search.sampler != "optuna" or len({len(search.points(arm.name)) for arm in own}) == 1
 
     @cached_property
     def batches(self) -> BatchProof:
@@ -218,6 +235,7 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
             seeds=seeds,
             search=search,
             earlier_seeds=tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ())),
+            looked_in_pool={arm: tuple(map(tuple, of)) for arm, of in tree.get("looked_in_pool", {}).items()},
             looks=tuple(tree.get("looks", ())),
             split=split,
         )
@@ -240,7 +258,7 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
         why = "not one point of its search was finished with every seed"
         runs = {seed: Run(name, seed, "diverged", why, (), (), {}, None, 0, {}) for seed in seeds}
     else:
-        runs = {seed: _run(folder / "runs" / name / f"seed-{seed}", name, seed, split) for seed in seeds}
+        runs = {seed: _run(folder, item, seed, split) for seed in seeds}
     paper = item.get("paper")
     arm = Arm(
         name=name,
@@ -255,23 +273,34 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
         matched=None if item.get("matched") is None else one_line(item["matched"]),
         seed_offset=item.get("seed_offset", 0),
     )
-    for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps"):
+    for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps", "train.tokens_per_step"):
         if (value := arm.setting(path)) is not None:
             _number(value, f"{path} of {name}", (int, float))
     return arm
 
 
-def _run(path: Path, arm: str, seed: int, split: str) -> Run:
+def _run(folder: Path, item: dict[str, Any], seed: int, split: str) -> Run:
+    name, place = item["name"], Path("runs", item["name"], f"seed-{seed}")
     try:
-        return _found(RunFolder(path), arm, seed, split)
+        run = RunFolder(folder / place)
+        if run.is_begun():
+            try:
+                check_run(run, item["config"], seed, item.get("seed_offset", 0))
+            except BadInput as error:
+                raise BadInput(f"{place}: {error}") from None
+        return _found(run, name, seed, split)
     except (QurveError, OSError, TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
-        return Run(arm, seed, "damaged", one_line(error), (), (), {}, None, 0, {})  # the other runs are as they are
+        return Run(name, seed, "damaged", one_line(error), (), (), {}, None, 0, {})  # the other runs are as they are
 
 
 def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
-    if not run.status_file.exists():  # written last when a run starts
+    if not run.status_file.exists():
         return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
     state, environment = run.status(), run.environment()
+    if not run.is_begun():  # its configuration is written last when a run starts
+        if state["status"] != "running":
+            raise BadInput("its config.json is missing")
+        return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
     check_plain(environment)
     lines = list(run.metrics())
     train = {int(line["step"]): line for line in lines if "split" not in line}  # of a resumed step the last line counts
@@ -279,10 +308,8 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
     status, why = one_line(state.get("status")), one_line(state.get("why", ""))
     for measured, what in ((val, "validation"), (test, "test"))[: 1 if split == "val" else 2]:
         if status == "finished":
-            last = measured[max(measured)].get("loss") if measured else None
-            if last is None:
-                status, why = "failed", f"finished without a {what} loss"
-            elif not math.isfinite(last):
+            _check_end(measured, what, int(state["step"]))
+            if not math.isfinite(measured[max(measured)]["loss"]):
                 status, why = "diverged", f"its last {what} loss is not finite"
     newest = train[max(train)] if train else {}
     seconds = newest.get("seconds") or 0
@@ -302,6 +329,15 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
         test=_losses(test),
         split=split,
     )
+
+
+def _check_end(measured: dict[int, Any], what: str, step: int) -> None:
+    """Raise `ValueError` unless the last evaluation is the one after the last update: a line that was lost would leave
+    an earlier, higher loss in the place of the final one."""
+    if not measured:
+        raise ValueError(f"finished without a {what} loss")
+    if max(measured) != step:
+        raise ValueError(f"finished after step {step:,}, and its last {what} loss is of step {max(measured):,}")
 
 
 def _losses(lines: dict[int, dict[str, Any]]) -> tuple[tuple[int, float], ...]:
@@ -327,89 +363,13 @@ def _positive(value: Any) -> int:
     return int(value)
 
 
-# ------------------------------------------------------------------------------------------------------------- batches
-
-
-@dataclass(frozen=True)
-class SeedBatches:
-    """What the runs of one seed saw. `difference` says where two of them part, None where they never do."""
-
-    seed: int
-    arms: tuple[str, ...]
-    steps: int
-    """Training lines compared: those up to where the shortest of the runs has come."""
-    digest: str
-    """sha256 over the compared lines' batch digests; empty where nothing could be compared."""
-    difference: str | None
-    differing: frozenset[str]
-    """Arms that part from the baseline (or from the first arm that has a run)."""
-
-
-@dataclass(frozen=True)
-class BatchProof:
-    seeds: tuple[SeedBatches, ...]
-    arms: int
-    """How many arms the study has."""
-
-    @property
-    def identical(self) -> bool:
-        """Every seed has at least two runs to compare, and they agree at every step."""
-        return bool(self.seeds) and all(seed.steps > 0 and seed.difference is None for seed in self.seeds)
-
-    @property
-    def complete(self) -> bool:
-        """Identical, and no arm's run is missing for any seed."""
-        return self.identical and all(len(seed.arms) == self.arms for seed in self.seeds)
-
-    @property
-    def differences(self) -> list[str]:
-        return [seed.difference for seed in self.seeds if seed.difference is not None]
-
-    def difference_of(self, arm: str, baseline: str) -> str | None:
-        """Why `arm` cannot be paired with `baseline`; None when nothing speaks against it."""
-        for seed in self.seeds:
-            if arm in seed.differing or (baseline in seed.differing and arm in seed.arms):
-                return seed.difference
-        return None
-
-
-def identical_batches(results: StudyResults) -> BatchProof:
-    """For every seed: did all arms train on the same windows of the same data, at every step?
-
-    A step that one run recorded and another passed over is a difference too: it was not shown to be the same.
-    """
-    return BatchProof(tuple(_seed_batches(results, seed) for seed in results.seeds), len(results.arms))
-
-
-def _seed_batches(results: StudyResults, seed: int) -> SeedBatches:
-    order = [results.baseline, *results.others]
-    runs = [run for arm in order if (run := arm.runs[seed]).train or run.batch_digests]
-    names = tuple(run.arm for run in runs)
-    if len(runs) < 2:
-        return SeedBatches(seed, names, 0, "", None, frozenset())
-    reference, found, differing = runs[0], None, set()
-    for run in runs[1:]:
-        step = _first_difference(reference, run)
-        if step is not None:
-            differing.add(run.arm)
-            found = found or f"seed {seed}: {reference.arm} and {run.arm} did not see the same batch at step {step:,}"
-    last = min(run.step for run in runs)
-    shared = [digest for step, digest in reference.batch_digests.items() if step <= last]
-    digest = hashlib.sha256("\n".join(shared).encode()).hexdigest()
-    return SeedBatches(seed, names, len(shared), digest, found, frozenset(differing))
-
-
-def _first_difference(a: Run, b: Run) -> int | None:
-    last = min(a.step, b.step)
-    recorded = {step for run in (a, b) for step, _ in run.train} | set(a.batch_digests) | set(b.batch_digests)
-    for step in sorted(step for step in recorded if step <= last):
-        digest = a.batch_digests.get(step)
-        if digest is None or digest != b.batch_digests.get(step):
-            return step
-    return None
-
-
 # ------------------------------------------------------------------------------------------------- what speaks against
+
+
+ON_ONE_SPLIT = (
+    "The search chose on the validation split, and the arms are compared on it as well, where what was chosen looks a "
+    "little better than it is. Arms that are evaluated on the test split too are compared on that."
+)
 
 
 def doubts(results: StudyResults) -> list[str]:
@@ -424,7 +384,13 @@ def doubts(results: StudyResults) -> list[str]:
             f"This study was run before with other seeds ({looks}). Whoever adds or drops seeds after a look at the "
             "result gets intervals that are too narrow."
         )
-    ends = sorted({run.val[-1][0] for run in results.runs if run.finished})
+    for arm in results.arms:
+        if seeds := "; ".join(", ".join(map(str, seeds)) for seeds in results.looked_in_pool.get(arm.name, ())):
+            found.append(
+                f"{arm.label}: an earlier study of the same pool compared it with this baseline with other seeds "
+                f"({seeds}), and no look at them was declared: a verdict here is a second look."
+            )
+    ends = sorted({run.reported[-1][0] for run in results.runs if run.finished})
     if len(ends) > 1:
         found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")
     for steps, stop_at in sorted(
@@ -438,7 +404,10 @@ def doubts(results: StudyResults) -> list[str]:
         values = {json.dumps(run.environment[key]) for run in results.runs if key in run.environment}
         if len(values) > 1:
             found.append(f"The runs differ in {key}: {', '.join(sorted(values))}.")
-    return found + search_doubts(results)
+    found += search_doubts(results)
+    if results.split == "val" and results.search is not None and results.search.chosen:
+        found.append(ON_ONE_SPLIT)
+    return found
 
 
 def search_doubts(results: StudyResults) -> list[str]:
@@ -447,10 +416,12 @@ def search_doubts(results: StudyResults) -> list[str]:
     if search is None:
         return ["No learning-rate search is recorded: each arm ran at the rate that its configuration gives."]
     found, arms = [], [arm for arm in results.arms if arm.matched is None and not arm.seed_offset]
-    if search.flops is not None:
+    found += [f"{arm.label}: {apart}." for arm in arms if (apart := search_apart(results, arm)) is not None]
+    if search.flops is not None and not found:
         found.append(f"Each arm's search had the same FLOPs ({search.flops:.3g}), not the same number of points.")
-    elif any(a != b for a, b in pairwise(search.offered(arm.name) for arm in arms)):
-        found.append("The arms were not searched over the same grid and seeds.")
+    if search.sampler == "optuna" and len({len(search.points(arm.name)) for arm in arms}) > 1:
+        counts = ", ".join(f"{arm.label} {len(search.points(arm.name))}" for arm in arms)
+        found.append(f"Optuna tried different numbers of points: {counts}.")
     for arm in arms:
         chosen, points = search.chosen.get(arm.name), search.points(arm.name)
         if chosen is None:
@@ -463,9 +434,10 @@ def search_doubts(results: StudyResults) -> list[str]:
         if finite and finite.get(frozenset(chosen.point), math.inf) > min(finite.values()):
             found.append(f"{arm.label}: the chosen point is not the one of the lowest loss in its search.")
         for axis, value, low, high in search.edges(arm.name):
+            what = "range" if isinstance(search.space.get(axis), Range) else "grid"
             found.append(
                 f"{arm.label}: the chosen {'peak rate' if axis == 'train.lr' else axis} {value:g} is at the edge of "
-                f"its grid ({low:g} to {high:g}); a better one may lie outside."
+                f"its {what} ({low:g} to {high:g}); a better one may lie outside."
             )
         if search.steps is not None and arm.setting("train.steps") not in (None, search.steps):
             found.append(
@@ -479,6 +451,32 @@ def search_doubts(results: StudyResults) -> list[str]:
                     f"{arm.label}: trained at {path} = {_short(used)}, though the search chose {_short(wanted)}."
                 )
     return found
+
+
+def search_apart(results: StudyResults, arm: Arm) -> str | None:
+    """Why what the search chose for the arm and for the baseline is no fair choice; None where nothing speaks against
+    it. An arm at the baseline's point had no choice, and an A/A arm has the baseline's."""
+    search, base = results.search, results.baseline
+    if search is None or not search.chosen:
+        return None
+    searched = {*search.seeds, *(score.trial.seed for score in search.scores)}
+    if both := searched & {seed + one.seed_offset for seed in results.seeds for one in (base, arm)}:
+        return f"seed {min(both)} is one of the search and of the comparison"
+    if arm.matched is not None or arm.seed_offset or arm.name == base.name:
+        return None
+    if search.flops is not None:
+        costs = {one.name: _cost_of_a_step(search, one) for one in (arm, base)}
+        return search.flops_apart(costs) if all(costs.values()) else None
+    if search.sampler != "optuna" and search.offered(arm.name) != search.offered(base.name):
+        ours, theirs = (len(search.offered(one.name)) for one in (arm, base))
+        return f"its search was another one than the baseline's ({ours} runs, and {theirs} of the baseline)"
+    return None
+
+
+def _cost_of_a_step(search: Searched, arm: Arm) -> float:
+    """Training FLOPs of one step with every seed of the search; 0 where the configuration does not say."""
+    tokens = arm.setting("train.tokens_per_step")
+    return arm.flops_per_token * tokens * len(search.seeds) if isinstance(tokens, int) else 0.0
 
 
 def _is_close(a: Any, b: Any) -> bool:

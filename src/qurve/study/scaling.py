@@ -24,6 +24,9 @@ MOST_BEYOND = 2.0
 SIZES_FOR_A_FLOOR = 4
 """Fewer different sizes cannot tell a floor `E` from a smaller exponent: then it is fixed, at zero if none is given."""
 
+LEVEL = 0.95
+"""Of intervals; a slope is called one when its p leaves less than the rest of it."""
+
 STEEPEST = 3.0
 """Largest exponent that is looked for."""
 LARGEST_LOG = 700.0
@@ -362,14 +365,19 @@ class Trend:
     middle: float
     """The line goes through `at_middle` at this scale, the geometric mean of all points."""
     scales: tuple[float, ...]
+    p: float | None
+    """Of the t test that the slope is zero; None without a degree of freedom."""
+    p_holm: float | None
+    """The same, corrected by Holm where several slopes are judged together; of one alone it is p."""
 
     @property
     def outcome(self) -> str:
-        """`grows`, `shrinks`, `no change told`, or `not known` where there is no interval."""
-        low, high = self.per_doubling.low, self.per_doubling.high
-        if low is None or high is None:
+        """`grows`, `shrinks` or `no change told` by the corrected p; `not known` where there is none."""
+        if self.p_holm is None:
             return "not known"
-        return "grows" if low > 0 else "shrinks" if high < 0 else "no change told"
+        if self.p_holm > 1 - LEVEL:
+            return "no change told"
+        return "grows" if self.per_doubling.value > 0 else "shrinks"
 
     def predict(self, scale: float) -> float:
         """The line's gain at `scale`. Raises `BadInput` beyond the stated range."""
@@ -377,8 +385,8 @@ class Trend:
         return self.at_middle + self.per_doubling.value * math.log2(scale / self.middle)
 
 
-def trend(gains: Mapping[float, Sequence[float]], level: float = 0.95) -> Trend:
-    """Fit a line to gains by scale, over every seed of every scale (least squares; t interval of its slope).
+def trend(gains: Mapping[float, Sequence[float]], level: float = LEVEL) -> Trend:
+    """Fit a line to gains by scale, over every seed of every scale (least squares; t interval and test of its slope).
 
     Raises `BadInput` with fewer than two scales.
     """
@@ -389,9 +397,14 @@ def trend(gains: Mapping[float, Sequence[float]], level: float = 0.95) -> Trend:
     x_N, gain_N = np.log2([scale for scale, _ in pairs]), np.array([gain for _, gain in pairs])
     off_N = x_N - x_N.mean()
     slope = float(off_N @ gain_N / (off_N @ off_N))
-    low = high = None
+    low = high = p = None
     if (dof := len(pairs) - 2) > 0:
-        error_N = gain_N - gain_N.mean() - slope * off_N
-        half = _quantile(dof, level) * math.sqrt(float(error_N @ error_N) / dof / float(off_N @ off_N))
+        from scipy.special import stdtr
+
+        residual_N = gain_N - gain_N.mean() - slope * off_N
+        error = math.sqrt(float(residual_N @ residual_N) / dof / float(off_N @ off_N))
+        half = _quantile(dof, level) * error
         low, high = slope - half, slope + half
-    return Trend(Estimate(slope, low, high, len(pairs)), float(gain_N.mean()), float(2 ** x_N.mean()), scales)
+        p = min(1.0, 2 * float(stdtr(dof, -abs(slope) / error))) if error else float(slope == 0)
+    at_middle, middle = float(gain_N.mean()), float(2 ** x_N.mean())
+    return Trend(Estimate(slope, low, high, len(pairs)), at_middle, middle, scales, p, p)

@@ -24,10 +24,11 @@ from typing import Any, Literal
 
 from qurve import accounting
 from qurve.config import apply_settings
-from qurve.errors import BadInput
+from qurve.errors import BadInput, did_you_mean
+from qurve.study.axes import Range as Range
+from qurve.study.axes import Value, beyond, is_number
 from qurve.train.config import RunConfig
 
-Value = float | int | str | bool | None
 Point = tuple[tuple[str, Value], ...]
 Configs = Mapping[str, RunConfig]
 """The arms' configurations by name, as they are without a point."""
@@ -36,29 +37,6 @@ Sampler = Literal["grid", "random", "halving", "optuna"]
 MOST_POINTS = 1000
 MOST_LETTERS = 100
 """Of a point's name, which becomes part of a folder's."""
-DIGITS = 4
-"""Significant digits of a value that is drawn."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """Values from `low` to `high` to draw from: evenly in the logarithm, or evenly as they are."""
-
-    low: float
-    high: float
-    log: bool = True
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise BadInput(f"a range goes from a number to a larger one, not from {self.low} to {self.high}")
-        if self.log and self.low <= 0:
-            raise BadInput(f"a logarithmic range begins above 0, not at {self.low}; or take log=False")
-
-    def at(self, share: float) -> float:
-        """The value at `share` (0 to 1) of the way."""
-        if self.log:
-            return rounded(self.low * (self.high / self.low) ** share)
-        return rounded(self.low + (self.high - self.low) * share)
 
 
 @dataclass(frozen=True)
@@ -92,6 +70,7 @@ class Search:
     draw_seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_types()
         if not self.space:
             raise BadInput('a search needs a space, for example {"train.lr": (1e-3, 2e-3, 4e-3)}')
         for axis, values in self.space.items():
@@ -117,6 +96,26 @@ class Search:
             raise BadInput(f"search.trials = {self.trials:,}: at most {MOST_POINTS:,} points are taken")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise BadInput(f"search.seeds must be different, from 0, and at least one, not {list(self.seeds)}")
+
+    def _check_types(self) -> None:
+        """What a Python file may get wrong, so that no later comparison stumbles over it."""
+        if self.sampler not in _SAMPLERS:
+            raise BadInput(f"search.sampler = {self.sampler!r}{did_you_mean(str(self.sampler), _SAMPLERS)}")
+        if not isinstance(self.space, Mapping):
+            raise BadInput(f"search.space maps settings to their values, not {self.space!r}")
+        for axis, values in self.space.items():
+            if not isinstance(axis, str) or not isinstance(values, Range | list | tuple):
+                raise BadInput(f"search.space: {axis} takes a tuple of values or a Range, not {values!r}")
+            for value in () if isinstance(values, Range) else values:
+                if not isinstance(value, Value) or (isinstance(value, float) and not math.isfinite(value)):
+                    raise BadInput(f"search.space: {value!r} is no value of {axis}")
+        for name in ("trials", "extensions", "rungs", "factor", "draw_seed"):
+            if type(value := getattr(self, name)) is not int and not (name == "trials" and value is None):
+                raise BadInput(f"search.{name} = {value!r}: it is a whole number")
+        if self.flops is not None and not (is_number(self.flops) and math.isfinite(self.flops)):
+            raise BadInput(f"search.flops = {self.flops!r}: it is a finite number")
+        if not isinstance(self.seeds, list | tuple) or any(type(seed) is not int for seed in self.seeds):
+            raise BadInput(f"search.seeds are whole numbers, not {self.seeds!r}")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -248,7 +247,7 @@ def trials(search: Search, configs: Configs, scores: Sequence[Score]) -> list[Tr
 
 
 def planned(search: Search, configs: Configs) -> dict[str, dict[int, int]]:
-    """How many runs of how many updates each arm takes at least (updates -> runs): all rungs, and no extension."""
+    """How many runs of how many updates each arm takes (updates -> runs): all rungs, and no extension; see `bound`."""
     found = {}
     for arm, config in configs.items():
         points = _points(search, config)
@@ -258,6 +257,16 @@ def planned(search: Search, configs: Configs) -> dict[str, dict[int, int]]:
             rungs = {config.train.updates: points}
         found[arm] = {updates: n * len(search.seeds) for updates, n in rungs.items()}
     return found
+
+
+def bound(search: Search) -> Literal["exactly", "at least", "at most"]:
+    """How many runs a search takes, against those that are `planned`.
+
+    A grid may be extended. In halving a point that broke is trained no further, and Optuna may ask for one twice.
+    """
+    if search.sampler == "grid":
+        return "at least" if search.extensions else "exactly"
+    return "exactly" if search.sampler == "random" else "at most"
 
 
 class Losses:
@@ -336,23 +345,6 @@ def _fits(search: Search, space: Mapping[str, Sequence[Value]], configs: Configs
     return True
 
 
-def beyond(axis: str, values: Sequence[Value], value: Value) -> float | None:
-    """The value that a geometric axis would have beyond `value`; None unless that is an edge, and an open one.
-
-    Closed are the edges that nothing lies beyond: 0 below, and 1 of a share.
-    """
-    numbers = sorted({float(v) for v in values if is_number(v)})  # type: ignore[arg-type]
-    if len(numbers) < 2 or not is_number(value):
-        return None
-    if math.isclose(value, numbers[0]) and numbers[0] > 0:  # type: ignore[arg-type]
-        return rounded(numbers[0] * numbers[0] / numbers[1], 12)
-    if math.isclose(value, numbers[-1]):  # type: ignore[arg-type]
-        new = numbers[-1] * (numbers[-1] / numbers[-2] if numbers[-2] > 0 else 2)
-        new = rounded(min(new, 1.0) if "/" in axis else new, 12)
-        return new if new > numbers[-1] else None
-    return None
-
-
 def _random(search: Search, configs: Configs, losses: Losses) -> Places:
     n = {arm: _points(search, config) for arm, config in configs.items()}
     drawn = _drawn(search, max(n.values()))
@@ -407,35 +399,9 @@ def _survivors(search: Search, n: int) -> list[int]:
 
 
 def _optuna(search: Search, configs: Configs, losses: Losses) -> Places:
-    optuna = _import_optuna()
-    wanted: Places = {}
-    for arm, config in configs.items():
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=search.draw_seed))
-        wanted[arm] = []
-        for _ in range(_points(search, config)):
-            asked = study.ask()
-            point = search.point([_suggested(asked, axis, values) for axis, values in search.space.items()])
-            wanted[arm].append((point, config.train.steps))
-            if not losses.has(arm, point, config.train.steps):
-                break
-            mean = losses.mean(arm, point, config.train.steps)
-            study.tell(asked, math.inf if mean is None else mean)
-    return wanted
+    from qurve.study.on_optuna import places
 
-
-def _suggested(asked: Any, axis: str, values: Sequence[Value] | Range) -> Any:
-    if isinstance(values, Range):
-        return rounded(asked.suggest_float(axis, values.low, values.high, log=values.log))
-    return asked.suggest_categorical(axis, list(values))
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise BadInput("Optuna is not installed: pip install 'qurve[search]', or take another sampler") from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
+    return places(search, configs, losses, {arm: _points(search, config) for arm, config in configs.items()})
 
 
 _SAMPLERS: dict[str, Callable[[Search, Configs, Losses], Places]] = {
@@ -474,14 +440,6 @@ def _budget(search: Search, config: RunConfig) -> float:
     while n <= MOST_POINTS and step * sum(map(operator.mul, lengths, _survivors(search, n + 1))) <= search.flops:
         n += 1
     return n
-
-
-def is_number(value: Value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def rounded(value: float, digits: int = DIGITS) -> float:
-    return float(f"{value:.{digits}g}")
 
 
 def mean_or_none(losses: Sequence[float | None]) -> float | None:

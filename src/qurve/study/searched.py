@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurve.study.search import Configs, Losses, Point, Score, Search, Trial, Value, beyond, is_number, rounded, trials
+from qurve.study.axes import Range, Value, beyond, is_near_end, is_number, rounded
+from qurve.study.search import Configs, Losses, Point, Score, Search, Trial, trials
 from qurve.study.study_json import one_line
 
 
@@ -27,6 +29,10 @@ def evidence(search: Search, configs: Configs, scores: Sequence[Score], **facts:
     return {
         "sampler": search.sampler,
         "axes": list(search.space),
+        "space": {
+            axis: dataclasses.asdict(values) if isinstance(values, Range) else list(values)
+            for axis, values in search.space.items()
+        },
         "trials": search.trials,
         "flops": search.flops,
         "steps": next(iter(configs.values())).train.steps,
@@ -71,6 +77,8 @@ class Searched:
     """Where it is kept, if it was not made by the study itself."""
     sampler: str
     axes: tuple[str, ...]
+    space: Mapping[str, tuple[Value, ...] | Range]
+    """What each axis had to offer before any extension; none of a search that did not write it down."""
     trials: int | None
     """The budget of each arm, where it was one of points."""
     flops: float | None
@@ -122,12 +130,42 @@ class Searched:
         shortest = min((steps for _, steps, _ in tried), default=0)
         return {(frozenset(point), seed) for point, steps, seed in tried if steps == shortest}
 
+    def flops_apart(self, step_costs: Mapping[str, float]) -> str | None:
+        """Why of these arms one did not have the same FLOPs as the others; None where each had all that it could pay
+        for. `step_costs` are their training FLOPs of one step with every seed."""
+        assert self.flops is not None
+        lengths = sorted({steps for arm in step_costs for _, steps, _ in self.tried(arm)})
+        tried = {arm: {point for point, steps, _ in self.tried(arm) if steps == lengths[0]} for arm in step_costs}
+        factor = max(2, round(lengths[1] / lengths[0])) if len(lengths) > 1 else 2
+
+        def cost(arm: str, points: int) -> float:
+            total = 0
+            for steps in lengths:
+                total += steps * points
+                points = -(-points // factor)  # the best of them go on
+            return step_costs[arm] * total
+
+        most = max(map(len, tried.values()))
+        for arm, points in tried.items():
+            if cost(arm, len(points)) > self.flops * (1 + 1e-9):
+                return f"the search of {arm} cost more than its {self.flops:.3g} FLOPs"
+            if len(points) < most and cost(arm, len(points) + 1) <= self.flops:
+                return f"the search of {arm} left FLOPs unspent that pay for another point"
+        return None
+
     def edges(self, arm: str) -> list[tuple[str, float, float, float]]:
-        """Axes on which the arm's choice lies at an open edge of what was tried: (axis, chosen, lowest, highest)."""
-        point, found = self.chosen[arm].point, []
+        """Axes on which the arm's choice lies at an open edge of what it could be: (axis, chosen, lowest, highest).
+
+        Of values that were drawn, those ends are the range's: the outermost that happened to be drawn is no edge.
+        """
+        point, found = self.chosen[arm].point, list[tuple[str, float, float, float]]()
         for axis in self.axes if point is not None else ():
-            values = [on(axis, tried) for tried, _, _ in self.tried(arm)]
-            value = on(axis, point or ())
+            offered, value = self.space.get(axis, ()), on(axis, point or ())
+            if isinstance(offered, Range):
+                if is_number(value) and is_near_end(axis, offered, float(value)):  # type: ignore[arg-type]
+                    found.append((axis, float(value), offered.low, offered.high))  # type: ignore[arg-type]
+                continue
+            values = [*offered, *(on(axis, tried) for tried, _, _ in self.tried(arm))]
             if beyond(axis, values, value) is not None:
                 numbers = [float(v) for v in values if is_number(v)]  # type: ignore[arg-type]
                 found.append((axis, float(value), min(numbers), max(numbers)))  # type: ignore[arg-type]
@@ -163,6 +201,7 @@ def read_evidence(tree: dict[str, Any]) -> Searched:
         evidence=one_line(tree.get("evidence", "")),
         sampler=one_line(tree.get("sampler", "grid")),
         axes=axes,
+        space={axis: _offered(tree["space"][axis]) for axis in axes} if "space" in tree else {},
         trials=None if tree.get("trials") is None else int(tree["trials"]),
         flops=_finite(tree.get("flops")),
         seeds=tuple(int(seed) for seed in tree["seeds"]),
@@ -173,6 +212,17 @@ def read_evidence(tree: dict[str, Any]) -> Searched:
         },
         scores=tuple(Score(trial(item), _finite(item["val_loss"]), str(item["status"])) for item in tree["scores"]),
     )
+
+
+def _offered(tree: Any) -> tuple[Value, ...] | Range:
+    if isinstance(tree, dict):
+        low, high = _finite(tree["low"]), _finite(tree["high"])
+        if low is None or high is None:
+            raise ValueError(f"a range from {low} to {high}")
+        return Range(low, high, bool(tree["log"]))
+    if not isinstance(tree, list) or not all(isinstance(value, Value) for value in tree):
+        raise ValueError(f"the values {tree!r} of an axis")
+    return tuple(tree)
 
 
 def _point(tree: dict[str, Any], axes: Sequence[str]) -> Point:

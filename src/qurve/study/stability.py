@@ -1,12 +1,13 @@
-"""Where does training hold? Maps over learning rate and weight decay, and the published claims judged by them.
+"""Where does training hold? Maps over learning rate and weight decay, and what they show of the published claims.
 
 A map is of one architecture: a study that makes one names its arms `NAME@POINT` (`res-gelu@0.008-0.1`), all arms of one
 NAME alike but for peak rate, floor and decay. Rates are compared across scales as multiples of the baseline's, which is
 the rate of the study's baseline arm; the paper's is 6e-4.
 
-A point is *stable* when every seed finished, none diverged, and the mean final loss is at most `WORSE` nats
-above the architecture's best in the map. The last condition is for rates above that best one alone: a lower rate that
-ends higher is slow. Whatever is said here holds for the study's size, data and training length alone.
+A point is in one of three states. It has *diverged* when a seed has. It is on a *plateau* when every seed finished, and
+at a rate above the best one the mean final loss is more than `WORSE` nats above the architecture's best in the map:
+that is quality, no divergence. Else it is *stable*; a lower rate that ends higher is slow. Whatever is said here holds
+for the study's size, data and training length alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from qurve.study.jobs import run_path
 from qurve.study.results import Arm, Run, StudyResults
 
 WORSE = 0.1
-"""Nats per token above the best final loss, from which a rate beyond the best one counts as unstable."""
+"""Nats per token above the best final loss, from which a rate beyond the best one counts as on a plateau."""
 SPIKE = 5.0
 SPIKE_WINDOW = 100
 """A spike is a step whose gradient norm exceeds `SPIKE` times the median of the `SPIKE_WINDOW` steps before it; the
@@ -55,6 +56,8 @@ class Ending:
     spikes: int | None
     max_logit: float | None
     """The largest attention logit of any block at any evaluation; None where none was measured."""
+    schedule: int
+    """Updates of the full schedule."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ class Cell:
         return max((e.max_logit for e in self.endings if e.max_logit is not None), default=None)
 
 
+State = Literal["stable", "plateau", "diverged"]
+
+
 @dataclass(frozen=True)
 class Map:
     """Learning rate x weight decay for one architecture."""
@@ -125,24 +131,31 @@ class Map:
         found = [e.start_loss for cell in self.cells.values() for e in cell.endings if e.start_loss is not None]
         return statistics.fmean(found) if found else None
 
-    def stable(self, lr: float, weight_decay: float) -> bool | None:
+    def state(self, lr: float, weight_decay: float) -> State | None:
         """By the rule at the top of this file; None where the point was not run to an end (or at all)."""
         cell, best = self.cells.get((lr, weight_decay)), self.best
         if cell is None or not (cell.ended or cell.diverged):
             return None
         if cell.diverged or best is None or best.loss is None or cell.loss is None:
-            return False
-        return lr <= best.lr or cell.loss <= best.loss + WORSE
+            return "diverged"
+        return "stable" if lr <= best.lr or cell.loss <= best.loss + WORSE else "plateau"
 
     def largest_stable(self, weight_decay: float) -> float | None:
         """The largest rate up to which every rate tried at this decay is stable; None where the lowest is not.
 
         Where it is the largest tried, a larger one may be stable too.
         """
+        return self._largest(weight_decay, ("stable",))
+
+    def largest_finished(self, weight_decay: float) -> float | None:
+        """The same, where a plateau counts as well: nothing diverged."""
+        return self._largest(weight_decay, ("stable", "plateau"))
+
+    def _largest(self, weight_decay: float, states: Sequence[State]) -> float | None:
         largest = None
         for lr in self.rates:
             if (lr, weight_decay) in self.cells:
-                if not self.stable(lr, weight_decay):
+                if self.state(lr, weight_decay) not in states:
                     break
                 largest = lr
         return largest
@@ -219,6 +232,7 @@ def ending_of(results: StudyResults, arm: Arm, run: Run) -> Ending:
         loss=run.final_loss,
         spikes=len(spikes([norm for _, norm in sorted(norms.items())])) if norms else None,
         max_logit=max(logits, default=None),
+        schedule=_setting(arm, "train.steps"),
     )
 
 
@@ -247,80 +261,117 @@ def spikes(grad_norms: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Claim:
-    """What was published of one architecture at one rate and decay."""
+    """What was published of one architecture at one rate and decay, or what we infer from that."""
 
     text: str
+    """What was published, in our words; of an inference, from what it follows."""
     source: str
+    """Where."""
     arm: str
     lr: float
     """At the paper's scale."""
     weight_decay: float
-    says: Literal["stable", "diverges", "disputed"]
+    says: Literal["stable", "diverges"]
+    standing: Literal["published", "disputed", "our inference"] = "published"
+    """`disputed` where the sources do not agree. An inference is ours: whatever is found speaks for or against it, and
+    not the paper."""
+    before_step: int | None = None
+    """The step that it speaks of; None where it is the end of the training."""
 
     @property
     def multiple(self) -> float:
         """Its rate in multiples of the paper's baseline's."""
         return self.lr / PAPER_RATE
 
+    @property
+    def says_in_words(self) -> str:
+        what = "to be stable" if self.says == "stable" else "to diverge"
+        return f"{'inferred' if self.standing == 'our inference' else 'said'} {what}"
+
 
 NOTE = (
-    "Judged at this study's scale alone: what is said to happen late in a long training cannot be ruled out by a "
-    "shorter one."
+    "Seen at this study's scale alone. A run of so few steps can show a divergence, and cannot rule out one that comes "
+    "late in a training hundreds of times as long. A plateau (finished, at a rate above the best one, more than "
+    f"{WORSE:g} nats per token above the best loss) is no divergence, and no sound training either."
 )
 PAPER = "arXiv 2603.13381"
+FEWER = "no statement of the source: if the baseline diverges at decay 0.05 and less decay is no cure"
 CLAIMS: tuple[Claim, ...] = (
-    Claim("trained to the end", f"{PAPER}, table 1", "baseline", PAPER_RATE, 0.1, "stable"),
-    Claim("diverges before step 20,000 of 60,000", f"{PAPER}, section 2.2", "baseline", PAPER_RATE, 0.05, "diverges"),
+    Claim("its loss at step 60,000 is printed", f"{PAPER}, table 1", "baseline", PAPER_RATE, 0.1, "stable"),
     Claim(
-        "follows from the divergence at 0.05, if less decay is no cure",
+        "diverges before step 20,000 of 60,000 at this decay",
         f"{PAPER}, section 2.2",
         "baseline",
         PAPER_RATE,
-        2**-5,
+        0.05,
         "diverges",
+        before_step=20_000,
+    ),
+    Claim(FEWER, f"{PAPER}, section 2.2", "baseline", PAPER_RATE, 2**-5, "diverges", "our inference", 20_000),
+    Claim(FEWER, f"{PAPER}, section 2.2", "baseline", PAPER_RATE, 0.0, "diverges", "our inference", 20_000),
+    Claim("its loss at step 60,000 is printed", f"{PAPER}, table 1", "res-gelu", 4e-3, 0.1, "stable"),
+    Claim(
+        "the largest rate that is stable at this decay; its loss at step 60,000 is printed",
+        f"{PAPER}, section 2.2 and table 1",
+        "res-gelu",
+        2.4e-3,
+        0.05,
+        "stable",
     ),
     Claim(
-        "follows from the divergence at 0.05, if less decay is no cure",
+        "no statement of this rate: at this decay the source calls rates up to 2.4e-3 stable, and none beyond",
         f"{PAPER}, section 2.2",
-        "baseline",
-        PAPER_RATE,
-        0.0,
+        "res-gelu",
+        3e-3,
+        0.05,
         "diverges",
+        "our inference",
     ),
-    Claim("trained to the end", f"{PAPER}, table 1", "res-gelu", 4e-3, 0.1, "stable"),
-    Claim("stable up to this rate", f"{PAPER}, section 2.2", "res-gelu", 2.4e-3, 0.05, "stable"),
-    Claim("stable only up to 2.4e-3", f"{PAPER}, section 2.2", "res-gelu", 3e-3, 0.05, "diverges"),
     Claim(
-        "stable in the first version at 5 times the baseline's rate; by the second, less decay needs lower rates",
+        "stable at this decay and at 5 times the baseline's rate, by the first version; by the second, less decay asks "
+        "for lower rates",
         f"{PAPER}, versions 1 and 2",
         "res-gelu",
         3e-3,
         2**-5,
+        "stable",
         "disputed",
     ),
     Claim("tolerates 2.7 times the baseline's rate", "arXiv 2510.23912", "identity", 2.7 * PAPER_RATE, 0.1, "stable"),
     Claim("tolerates 3.7 times the baseline's rate", "arXiv 2510.23912", "identity", 3.7 * PAPER_RATE, 0.1, "stable"),
     Claim("stable at a third of the usual decay", "arXiv 2510.23912", "identity", PAPER_RATE, 2**-5, "stable"),
 )
-"""To confirm or refute at each scale. `identity` is `W_Q = I`."""
+"""To be looked at at each scale. `identity` is `W_Q = I`."""
+
+Verdict = Literal[
+    "holds here",
+    "does not hold here (diverged)",
+    "seen here",
+    "not seen here",
+    "plateau here",
+    "not tested: shorter",
+    "not run",
+]
+"""`seen`: of a divergence; `holds`: of stability. A plateau is neither. `shorter`: none diverged, and they were not as
+long as the claim speaks of."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A claim against one study, at its scale alone."""
+    """A claim beside one study, at its scale alone: what its runs show, and no more."""
 
     claim: Claim
-    verdict: Literal["confirmed", "refuted", "disputed", "not run"]
-    """`disputed` where the sources disagree: then `found` takes a side, for this scale."""
-    found: Literal["stable", "unstable"] | None
+    verdict: Verdict
     lr: float
     """The rate looked at: the point's, or the one wanted where there is none."""
     seeds: int
+    steps: int | None
+    """Updates that every run looked at has made; None where there is none."""
     why: str
 
 
 def judge(claim: Claim, map_: Map | None, base_rate: float) -> Judgement:
-    """Confirm or refute a claim by the map of its architecture.
+    """What the map of its architecture shows of a claim.
 
     `base_rate` is the baseline's rate at the map's scale: looked at is the point nearest to the claim's multiple of it,
     within a factor of `NEAR`, at the claim's decay.
@@ -332,30 +383,48 @@ def judge(claim: Claim, map_: Map | None, base_rate: float) -> Judgement:
         if math.isclose(cell.weight_decay, claim.weight_decay) and cell.lr <= wanted * NEAR and wanted <= cell.lr * NEAR
     ]
     if map_ is None or not near:
-        return Judgement(claim, "not run", None, wanted, 0, "no point of the map is near it")
+        return Judgement(claim, "not run", wanted, 0, None, "no point of the map is near it")
     cell = min(near, key=lambda cell: abs(cell.lr - wanted))
-    stable, n = map_.stable(cell.lr, cell.weight_decay), len(cell.endings)
-    if stable is None:
-        return Judgement(claim, "not run", None, cell.lr, n, "its runs have not come to an end")
-    verdict: Literal["confirmed", "refuted", "disputed"] = "disputed"
-    if claim.says != "disputed":
-        verdict = "confirmed" if stable == (claim.says == "stable") else "refuted"
-    return Judgement(claim, verdict, "stable" if stable else "unstable", cell.lr, n, _why(map_, cell))
+    state, n, steps = map_.state(cell.lr, cell.weight_decay), len(cell.endings), min(e.step for e in cell.endings)
+    if state is None:
+        return Judgement(claim, "not run", cell.lr, n, steps, "its runs have not come to an end")
+    return Judgement(claim, _verdict(claim, cell, state), cell.lr, n, steps, _why(claim, map_, cell))
 
 
-def _why(map_: Map, cell: Cell) -> str:
+def _verdict(claim: Claim, cell: Cell, state: State) -> Verdict:
+    if state == "diverged":
+        return "seen here" if claim.says == "diverges" else "does not hold here (diverged)"
+    if state == "plateau":
+        return "plateau here"
+    if _is_shorter(claim, cell):
+        return "not tested: shorter"
+    return "not seen here" if claim.says == "diverges" else "holds here"
+
+
+def _is_shorter(claim: Claim, cell: Cell) -> bool:
+    """Whether some run was shorter than the claim speaks of: a step, or else the whole of a schedule."""
+    return any(ending.step < (claim.before_step or ending.schedule) for ending in cell.endings)
+
+
+def _why(claim: Claim, map_: Map, cell: Cell) -> str:
     if cell.diverged:
         after = ", ".join(f"{step:,}" for step in cell.diverged_after)
-        return f"{len(cell.diverged_after)} of {len(cell.endings)} seeds diverged, after step {after}"
+        late = claim.before_step is not None and min(cell.diverged_after) >= claim.before_step
+        said = f"{len(cell.diverged_after)} of {len(cell.endings)} seeds diverged, after step {after}"
+        return said + (", later than was said" if late else "")
     assert map_.best is not None
     assert map_.best.loss is not None
     assert cell.loss is not None
     above, steps = cell.loss - map_.best.loss, max(ending.step for ending in cell.endings)
-    return f"finished {steps:,} steps {above:.3f} nats above its best, which is at rate {map_.best.lr:g}"
+    said = f"finished {steps:,} steps {above:.3f} nats above its best, which is at rate {map_.best.lr:g}"
+    if not _is_shorter(claim, cell):
+        return said
+    spoken = f"step {claim.before_step:,}" if claim.before_step else "the end of the schedule"
+    return f"{said}; it speaks of {spoken}"
 
 
 def judgements(results: StudyResults, maps: dict[str, Map]) -> list[Judgement]:
-    """Every published claim against a study. The unit of rates is its baseline arm's."""
+    """Every claim beside a study. The unit of rates is its baseline arm's."""
     return [judge(claim, maps.get(claim.arm), _setting(results.baseline, "train.lr")) for claim in CLAIMS]
 
 
@@ -381,18 +450,20 @@ def evidence(results: StudyResults) -> dict[str, Any]:
         "base_rate": _setting(results.baseline, "train.lr"),
         "rules": {"worse_nats": WORSE, "spike": SPIKE, "spike_window": SPIKE_WINDOW, "near": NEAR},
         "maps": [_map_tree(map_) for map_ in maps.values()],
-        "claims": [
-            {
-                **{key: getattr(j.claim, key) for key in ("arm", "lr", "multiple", "weight_decay", "text", "source")},
-                "says": j.claim.says,
-                "verdict": j.verdict,
-                "found": j.found,
-                "judged_at": j.lr,
-                "seeds": j.seeds,
-                "why": j.why,
-            }
-            for j in judgements(results, maps)
-        ],
+        "claims": [_claim_tree(judgement) for judgement in judgements(results, maps)],
+    }
+
+
+def _claim_tree(judgement: Judgement) -> dict[str, Any]:
+    claim = judgement.claim
+    keys = ("standing", "arm", "lr", "multiple", "weight_decay", "says", "says_in_words", "before_step")
+    return {
+        **{key: getattr(claim, key) for key in (*keys, "text", "source")},
+        "verdict": judgement.verdict,
+        "judged_at": judgement.lr,
+        "seeds": judgement.seeds,
+        "steps": judgement.steps,
+        "why": judgement.why,
     }
 
 
@@ -406,6 +477,8 @@ def _map_tree(map_: Map) -> dict[str, Any]:
                 "sensitivity": map_.sensitivity(decay),
                 "largest_stable_lr": (largest := map_.largest_stable(decay)),
                 "largest_tried": largest == map_.rates[-1],
+                "largest_finished_lr": (finished := map_.largest_finished(decay)),
+                "largest_finished_tried": finished == map_.rates[-1],
             }
             for decay in map_.decays
         ],
@@ -418,7 +491,7 @@ def _map_tree(map_: Map) -> dict[str, Any]:
                 "diverged_after": list(cell.diverged_after),
                 "spikes": cell.spikes,
                 "max_logit": cell.max_logit,
-                "stable": map_.stable(cell.lr, cell.weight_decay),
+                "state": map_.state(cell.lr, cell.weight_decay),
             }
             for cell in map_.cells.values()
         ],

@@ -39,7 +39,7 @@ from qurve.study.paired import (
     smallest_sign_flip_p,
 )
 from qurve.study.power import LEAST_SEEDS, LEVEL, POWER, detectable
-from qurve.study.results import Arm, Run, StudyResults
+from qurve.study.results import Arm, Run, StudyResults, search_apart
 from qurve.train.objective import loss_is_on
 
 ROW_KEYS = (
@@ -69,8 +69,8 @@ LARGEST_DIFFERENCE = 700.0
 SEED_FIELDS = ("train.seed", "data.order_seed")
 """In which alone an A/A arm may differ from the baseline."""
 
-LEFT_OUT = ("failed", "stopped")
-"""What became of runs that a verdict names and does without."""
+PENDING = ("running", "missing", "failed", "stopped")
+"""What the same command makes, or makes again: without them the seeds that are left would be a choice."""
 
 Outcome = Literal["lower", "higher", "noise", "none"]
 
@@ -79,8 +79,8 @@ Outcome = Literal["lower", "higher", "noise", "none"]
 class Comparison:
     """One arm against the baseline, over the seeds that both have finished.
 
-    There is a p of each kind where the comparison may be judged and has two seeds: not while runs are missing, not
-    where one broke, not after a look that was not declared.
+    What takes the verdict (`refusal`) takes every number but the seeds' differences with it: while runs are missing,
+    where one broke, after a look that was not declared. There is a p of each kind where there are two seeds.
     """
 
     arm: str
@@ -140,7 +140,7 @@ def comparisons(results: StudyResults) -> list[Comparison]:
 
 
 def _family(results: StudyResults, arms: Sequence[Arm]) -> list[Comparison]:
-    pairs = [_paired(results, arm, _refusal(results, arm)) for arm in arms]
+    pairs = [_paired(results, arm, refusal(results, arm)) for arm in arms]
     adjusted = holm([pair.p for pair in pairs])
     return [
         _judged(results, arm, pair, p_holm, len(pairs)) for arm, pair, p_holm in zip(arms, pairs, adjusted, strict=True)
@@ -153,7 +153,7 @@ def compare(results: StudyResults, arm: Arm) -> Comparison:
     The baseline, compared with itself, is noise and no part of the family.
     """
     if arm.name == results.baseline.name:
-        pair = _paired(results, arm, _refusal(results, arm))
+        pair = _paired(results, arm, refusal(results, arm))
         return _judged(results, arm, pair, pair.p, 1)
     return next(pair for pair in comparisons(results) if pair.arm == arm.name)
 
@@ -168,15 +168,22 @@ def a_a(results: StudyResults, arm: Arm) -> Comparison:
     if apart or arm.name == results.baseline.name:
         what = f"it differs from the baseline in {', '.join(apart)}" if apart else "it is the baseline itself"
         raise BadInput(f"{arm.name} is no A/A arm: {what}; give the baseline's configuration under other seeds")
-    pair = _paired(results, arm, _refusal(results, arm, other_batches=True))
+    pair = _paired(results, arm, refusal(results, arm, other_batches=True))
     pair = _judged(results, arm, pair, pair.p, 1)
-    if pair.outcome == "noise":
-        return replace(pair, verdict=f"A/A: {pair.verdict}, as it should be")
-    return replace(pair, verdict=f"A/A: {'' if pair.outcome == 'none' else 'a false alarm: '}{pair.verdict}")
+    if is_alarm(pair):
+        return pair if pair.outcome in ("noise", "none") else replace(pair, verdict=f"a false alarm: {pair.verdict}")
+    return replace(pair, verdict=f"{pair.verdict}, as an A/A arm should be") if pair.outcome == "noise" else pair
 
 
-def _paired(results: StudyResults, arm: Arm, refusal: str | None) -> Comparison:
-    """The numbers of a comparison; its verdict is the refusal, or empty yet."""
+def is_alarm(pair: Comparison) -> bool:
+    """Whether an A/A arm's difference looks real: by the test, or by its own 95 % interval, which leaves out zero."""
+    if pair.low is None or pair.high is None or pair.n < LEAST_SEEDS:
+        return False
+    return pair.outcome in ("lower", "higher") or not pair.low <= 0 <= pair.high
+
+
+def _paired(results: StudyResults, arm: Arm, refused: str | None) -> Comparison:
+    """The numbers of a comparison, whose verdict is empty yet; or why it has neither."""
     base = results.baseline
     pairs = {
         seed: (loss, base_loss)
@@ -185,49 +192,97 @@ def _paired(results: StudyResults, arm: Arm, refusal: str | None) -> Comparison:
     }
     differences = tuple(loss - base_loss for loss, base_loss in pairs.values())
     diff = low = high = p = p_signflip = dll = dppx = None
+    if refused is not None:
+        return Comparison(arm.name, tuple(pairs), differences, *(None,) * 8, "none", refused)
     if pairs:
         diff = statistics.fmean(differences)
         dll, dppx = relative_gains(*(statistics.fmean(losses) for losses in zip(*pairs.values(), strict=True)))
     if len(pairs) >= 2:
         diff, low, high = paired_interval(differences)
-        if refusal is None:
-            p = paired_p(differences)
-            p_signflip = sign_flip_p(differences) if len(pairs) <= MOST_FLIPPED else None
-    seeds, verdict = tuple(pairs), refusal or ""
-    return Comparison(arm.name, seeds, differences, diff, low, high, p, None, p_signflip, dll, dppx, "none", verdict)
+        p = paired_p(differences)
+        p_signflip = sign_flip_p(differences) if len(pairs) <= MOST_FLIPPED else None
+    seeds = tuple(pairs)
+    return Comparison(arm.name, seeds, differences, diff, low, high, p, None, p_signflip, dll, dppx, "none", "")
 
 
-def _judged(results: StudyResults, arm: Arm, pair: Comparison, p_holm: float | None, arms: int) -> Comparison:
+def rows_between(results: StudyResults, pairs: Sequence[tuple[Arm, Arm]]) -> list[dict[str, Any]]:
+    """The row of each pair's second arm against its first, with the keys `ROW_KEYS`: all of them one family of tests.
+
+    For questions that a study asks beside that of its baseline; Holm corrects for as many differences as are given.
+    """
+    studies = [replace(results, baseline=before, arms=(before, after)) for before, after in pairs]
+    found = [_paired(one, after, refusal(one, after)) for one, (_, after) in zip(studies, pairs, strict=True)]
+    adjusted = holm([pair.p for pair in found])
+    rows = []
+    for one, (before, after), pair, p_holm in zip(studies, pairs, found, adjusted, strict=True):
+        judged = _judged(one, after, pair, p_holm, len(pairs), of="differences", than=before.label)
+        rows.append(_row(one, after, judged))
+    return rows
+
+
+def _judged(
+    results: StudyResults,
+    arm: Arm,
+    pair: Comparison,
+    p_holm: float | None,
+    arms: int,
+    *,
+    of: str = "arms",
+    than: str = "the baseline",
+) -> Comparison:
     if pair.verdict:
         return pair
     pair = replace(pair, p_holm=p_holm)
-    outcome, words = _words(pair.differences, p_holm, len(results.looks), arms)
-    left_out = [_which(run, arm) for run in _unfinished(results, arm) if run.status in LEFT_OUT]
-    return replace(pair, outcome=outcome, verdict=words + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+    outcome, words = verdict_on(pair.differences, p_holm, len(results.looks), arms, f"than {than}", of)
+    return replace(pair, outcome=outcome, verdict=words)
 
 
-def _unfinished(results: StudyResults, arm: Arm) -> list[Run]:
-    return [*arm.unfinished, *results.baseline.unfinished]
+def _unfinished(results: StudyResults, arm: Arm) -> list[Unfinished]:
+    own, base = arm.unfinished, [] if arm is results.baseline else results.baseline.unfinished
+    return [*((run, which(run)) for run in own), *((run, which(run, "baseline")) for run in base)]
 
 
-def _refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) -> str | None:
-    """Why there can be no verdict on the arm, whatever its numbers say; None when nothing speaks against one."""
+def refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) -> str | None:
+    """Why there can be no verdict on the arm, whatever its numbers say; None when nothing speaks against one.
+
+    It decides for everything that is said of the arm beside the baseline: difference, interval, p and worth.
+    """
     apart = results.batches.difference_of(arm.name, results.baseline.name)
     if apart is not None and not other_batches:
         return f"no verdict: {apart}"
     if arm.config.get("eval") != results.baseline.config.get("eval"):
         return "no verdict: it was evaluated on other windows than the baseline"
-    ends = {run.val[-1][0] for run in (*arm.finished, *results.baseline.finished)}
+    if (searched := search_apart(results, arm)) is not None:
+        return f"no verdict: {searched}"
+    ends = {run.reported[-1][0] for run in (*arm.finished, *results.baseline.finished)}
     if len(ends) > 1:
         return f"no verdict: the runs ended at different steps ({', '.join(f'{e:,}' for e in sorted(ends))})"
-    unfinished = _unfinished(results, arm)
-    pending = [_which(run, arm) for run in unfinished if run.status in ("running", "missing")]
-    broken = [_which(run, arm) for run in unfinished if run.status in ("diverged", "damaged")]
+    return refusal_of_runs(_unfinished(results, arm)) or refusal_of_looks(results)
+
+
+Unfinished = tuple[Run, str]
+"""A run that has not finished, and what it is called in a verdict."""
+
+
+def which(run: Run, where: str = "") -> str:
+    """`seed 2 diverged (there)`"""
+    status = "not run" if run.status == "missing" else run.status
+    return f"seed {run.seed} {status}" + (f" ({where})" if where else "")
+
+
+def refusal_of_runs(unfinished: Sequence[Unfinished]) -> str | None:
+    """Why these runs allow no verdict, in words; None where they do."""
+    pending = [words for run, words in unfinished if run.status in PENDING]
+    broken = [words for run, words in unfinished if run.status in ("diverged", "damaged")]
     if broken:  # what is left over are the seeds that survived: their mean flatters an arm that breaks
         return f"no verdict: {', '.join(broken)}"
     if pending:  # looking early and stopping when it pleases would make the interval a lie
-        left_out = [_which(run, arm) for run in unfinished if run.status in LEFT_OUT]
-        return f"no verdict yet: {', '.join([*pending, *left_out])}"
+        return f"no verdict yet: {', '.join(pending)}"
+    return None
+
+
+def refusal_of_looks(results: StudyResults) -> str | None:
+    """Why a look at the study with the seeds that it has allows no verdict, in words; None where it does."""
     if results.looks and len(results.seeds) not in results.looks:
         declared = ", ".join(map(str, results.looks))
         return f"no verdict: a look at {len(results.seeds)} seeds was not declared (declared: {declared})"
@@ -237,13 +292,13 @@ def _refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) ->
     return None
 
 
-def _which(run: Run, arm: Arm) -> str:
-    status = "not run" if run.status == "missing" else run.status
-    return f"seed {run.seed} {status}" + ("" if run.arm == arm.name else " (baseline)")
+def verdict_on(
+    differences: Sequence[float], p: float | None, looks: int, arms: int, than: str, of: str = "arms"
+) -> tuple[Outcome, str]:
+    """The verdict on differences with this final p, among so many arms and declared looks (0: none).
 
-
-def _words(differences: Sequence[float], p: float | None, looks: int, arms: int) -> tuple[Outcome, str]:
-    """The verdict on differences with this final p, among so many arms and declared looks (0: none)."""
+    `than` says what the loss is lower or higher than, and `of` what Holm corrects for.
+    """
     n = len(differences)
     if n == 0:
         return "none", "no verdict: no seed is finished in both"
@@ -253,7 +308,7 @@ def _words(differences: Sequence[float], p: float | None, looks: int, arms: int)
         return "none", "two seeds decide nothing"
     mean, low, high = paired_interval(differences)
     after = "p < 0.0001" if p < 1e-4 else f"p = {p:.4f}"
-    after += f" after Holm for {arms} arms" if arms > 1 else ""
+    after += f" after Holm for {arms} {of}" if arms > 1 else ""
     level = LEVEL / max(1, looks)
     if p > level:
         words = f"cannot be told apart from the noise ({n} seeds)"
@@ -264,7 +319,7 @@ def _words(differences: Sequence[float], p: float | None, looks: int, arms: int)
     outcome: Outcome = "lower" if mean < 0 else "higher"
     near, far = sorted((abs(low), abs(high)))
     return outcome, (
-        f"{outcome} loss than the baseline by {abs(mean):.4f} nats per token "
+        f"{outcome} loss {than} by {abs(mean):.4f} nats per token "
         f"(95 % interval {near:.4f} to {far:.4f}, {n} seeds, {after})"
     )
 
@@ -299,7 +354,7 @@ def _row(results: StudyResults, arm: Arm, pair: Comparison | None) -> dict[str, 
         pair and pair.dll_percent,
         pair and pair.dppx_percent,
         arm.tokens_per_s,
-        pair.verdict if pair else ", ".join(["the reference", *(_which(run, arm) for run in arm.unfinished)]),
+        pair.verdict if pair else ", ".join(["the reference", *(which(run) for run in arm.unfinished)]),
     )
     return dict(zip(ROW_KEYS, values, strict=True))
 
@@ -309,7 +364,10 @@ def overall_verdict(results: StudyResults) -> str:
     if not results.others:
         return "There is no arm beside the baseline: nothing to compare."
     pairs = comparisons(results)
-    sentences = _in_sentences([*results.primary, *(arm for arm in results.others if arm.seed_offset)], pairs)
+    alarming = {pair.arm for pair in pairs if is_alarm(pair)}
+    twins = [arm for arm in results.others if arm.seed_offset]
+    first = [arm for arm in twins if arm.name in alarming]  # whoever reads one sentence reads this one
+    sentences = _in_sentences([*first, *results.primary, *(arm for arm in twins if arm not in first)], pairs)
     if results.matched:
         sentences += [
             "At the baseline's best point, a family of tests of its own:",

@@ -14,10 +14,16 @@ MOST_LEVELS = 50
 """Of lists and objects within each other. No configuration has so many, and what reads them calls itself for each."""
 
 
-def check_arm_name(name: Any) -> None:
+MOST_LETTERS = 250
+"""Of a folder's name: file systems take 255 bytes."""
+
+
+def check_arm_name(name: Any, whose: str = "an arm's") -> None:
     """Raise `BadInput` for a name that cannot be a folder's, or would lead elsewhere."""
     if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*", name)):
-        raise BadInput(f"an arm's name becomes a folder: letters, digits and . _ = @ + - only, not {name!r}")
+        raise BadInput(f"{whose} name becomes a folder: letters, digits and . _ = @ + - only, not {name!r}")
+    if len(name) > MOST_LETTERS:
+        raise BadInput(f"{whose} name becomes a folder: at most {MOST_LETTERS} letters, not {len(name)}")
 
 
 def read_study(file: Path) -> dict[str, Any]:
@@ -28,7 +34,7 @@ def read_study(file: Path) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         check_plain(tree)
-        _check(tree)
+        check_study(tree)
     except OSError as error:
         raise BadInput(f"{file} cannot be read ({error.strerror})") from None
     except BadInput as error:
@@ -60,7 +66,8 @@ def check_plain(tree: Any) -> None:
         raise BadInput(f"it holds half a character ({error})") from None
 
 
-def _check(tree: Any) -> None:
+def check_study(tree: Any) -> None:
+    """Raise `BadInput` for a tree that no reader would take: before it is written, too."""
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise BadInput(f"it is not a study of format {FORMAT}, which this version reads")
     for field, kind in (("name", str), ("arms", list), ("seeds", list)):
@@ -72,6 +79,13 @@ def _check(tree: Any) -> None:
         for seed in seeds:
             if type(seed) is not int or seed < 0:
                 raise BadInput(f"a seed is a whole number from 0, not {seed!r}")
+    if not tree["seeds"] or len(set(tree["seeds"])) < len(tree["seeds"]):
+        raise BadInput(f"'seeds' are different and at least one, not {tree['seeds']}")
+    looked = tree.get("looked_in_pool", {})
+    if not isinstance(looked, dict) or any(
+        type(s) is not int for of in looked.values() for set_ in _lists(of) for s in set_
+    ):
+        raise BadInput(f"'looked_in_pool' are sets of seeds by arm, not {looked!r}")
     looks = tree.get("looks", [])
     if not isinstance(looks, list) or not all(type(look) is int and look > 0 for look in looks):
         raise BadInput(f"'looks' are numbers of seeds, not {looks!r}")
@@ -90,7 +104,7 @@ def _check(tree: Any) -> None:
 
 def _lists(value: Any) -> list[list[Any]]:
     if not isinstance(value, list) or not all(isinstance(item, list) for item in value):
-        raise BadInput(f"'earlier_seeds' has the wrong type: {value!r}")
+        raise BadInput(f"sets of seeds have the wrong type: {value!r}")
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qurve.accounting import utilisation
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 NONE = "–"
 AT_BASELINE = "At the baseline's best point"
+PAPER_SCALE = "the paper, as printed: 124 M parameters, 60,000 steps, one seed; another scale"
+SETTINGS = ("train.weight_decay", "train.lr", "train.min_lr")
+"""That stand beside an arm's loss."""
+CSV_KEYS = (*ROW_KEYS, "diverged", *(path.removeprefix("train.") for path in SETTINGS))
 
 
 def signed(value: float | None, digits: int, unit: str = "") -> str:
@@ -149,15 +153,17 @@ def terminal_table(results: StudyResults) -> Group:
 def csv_table(results: StudyResults) -> str:
     """`summary_rows` as CSV, numbers in full, an empty cell where a number is not defined.
 
-    An arm without a loss has what became of it in the loss's place, and `diverged` counts its runs that did.
+    An arm without a loss has what became of it in the loss's place, `diverged` counts its runs that did, and the last
+    columns are its `SETTINGS`.
     """
     out = io.StringIO()
-    writer = csv.DictWriter(out, [*ROW_KEYS, "diverged"], lineterminator="\n")
+    writer = csv.DictWriter(out, CSV_KEYS, lineterminator="\n")
     writer.writeheader()
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
         if row["final_loss"] is None:
             row |= dict.fromkeys(("val_loss", "final_loss"), loss_in_words(arm))
-        writer.writerow({**row, "diverged": arm.diverged})
+        settings = {path.removeprefix("train."): arm.setting(path) for path in SETTINGS}
+        writer.writerow({**row, "diverged": arm.diverged, **settings})
     return out.getvalue()
 
 
@@ -188,32 +194,58 @@ def tex_escape(text: str) -> str:
 
 
 def tex_table(results: StudyResults) -> str:
-    r"""Table 1's columns and the number of seeds, for `\input` in a document that uses booktabs."""
+    r"""Table 1's columns, seeds, differences with their intervals and p, for `\input` in a document that uses booktabs.
+
+    Below an arm that is one of the paper's stand the paper's own figures.
+    """
     lines = [
         r"% needs \usepackage{booktabs}",
-        r"\begin{tabular}{lrrrrrrrr}",
+        r"\begin{tabular}{lrrrrrrrrrr}",
         r"\toprule",
         r"Config & $\Delta$ N.E. params & $\lambda$ (WD) & $\eta_{\max}$ & $\eta_{\min}$ & Seeds"
-        rf" & {results.split.title()} loss & $\Delta$ LL & $\Delta$ PPX \\",
+        rf" & {results.split.title()} loss & Diff.\ {{[}}95\,\%{{]}} & $p$ (Holm) & $\Delta$ LL & $\Delta$ PPX \\",
         r"\midrule",
     ]
     for arm, row in zip(results.arms, summary_rows(results), strict=True):
         reference = arm.name == results.baseline.name
         if arm in results.matched[:1]:
-            lines += [r"\midrule", rf"\multicolumn{{9}}{{l}}{{{tex_escape(AT_BASELINE)}}} \\"]
+            lines += [r"\midrule", rf"\multicolumn{{11}}{{l}}{{{tex_escape(AT_BASELINE)}}} \\"]
         cells: list[Any] = [
             arm.label,
             "ref." if reference else signed_parameters(arm, results.baseline),
-            *(rate(arm.setting(path)) for path in ("train.weight_decay", "train.lr", "train.min_lr")),
+            *(rate(arm.setting(path)) for path in SETTINGS),
             f"{row['seeds_n']}/{len(results.seeds)}",
             loss_in_words(arm),
+            "ref." if reference else difference_in_words(row),
+            "ref." if reference else chance(row["p_holm"]),
             "ref." if reference else signed(row["dll_percent"], 2, "%"),
             "ref." if reference else signed(row["dppx_percent"], 2, "%"),
         ]
-        lines.append(
-            " & ".join([tex_escape(cells[0]), *(_tex_number(tex_escape(cell)) for cell in cells[1:])]) + r" \\"
-        )
+        lines.append(_tex_row(tex_escape(cells[0]), cells[1:]))
+        if arm.paper:
+            printed = {key: arm.paper.get(key, NONE) for key in PRINTED}
+            beside = [*(printed[key] for key in PRINTED[:4]), NONE, printed["val_loss"], NONE, NONE]
+            lines.append(_tex_row(r"\quad in the paper", [*beside, printed["dll"], printed["dppx"]]))
+    if any(arm.paper for arm in results.arms):
+        lines += [
+            r"\midrule",
+            rf"\multicolumn{{11}}{{l}}{{{tex_escape(PAPER_SCALE[:1].upper() + PAPER_SCALE[1:])}.}} \\",
+        ]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+PRINTED = ("delta_params", "weight_decay", "lr", "min_lr", "val_loss", "dll", "dppx")
+"""What an arm may have of the paper's."""
+
+
+def difference_in_words(row: Mapping[str, Any]) -> str:
+    """`−0.0512 [−0.0600, −0.0424]`, or as much of it as there is."""
+    ends = [signed(row[key], 4) for key in ("diff_low", "diff_high")]
+    return signed(row["diff"], 4) + ("" if row["diff_low"] is None else f" [{', '.join(ends)}]")
+
+
+def _tex_row(label: str, cells: Sequence[str]) -> str:
+    return " & ".join([label, *(_tex_number(tex_escape(cell)) for cell in cells)]) + r" \\"
 
 
 def _tex_number(text: str) -> str:

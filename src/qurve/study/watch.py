@@ -49,6 +49,8 @@ class State:
     """Age of the last line of metrics."""
     silent: bool = False
     """It should be running, and has given no sign of life for long: its process may be gone."""
+    search_of: str | None = None
+    """The arm, if this is a run of its search."""
 
     @property
     def is_alive(self) -> bool:
@@ -70,7 +72,13 @@ class Watched:
             return [self._state(self.folder, self.folder.name, None)]
         tree = read_study(self.folder / "study.json")
         trials = sorted((self.folder / "search" / "runs").glob("*/seed-*"))
-        searched = [self._state(path, f"{path.parent.name}, {path.name.replace('-', ' ')}", None) for path in trials]
+        searched = [
+            dataclasses.replace(
+                self._state(path, f"{path.parent.name}, {path.name.replace('-', ' ')}", None),
+                search_of=path.parent.name.partition("@")[0],
+            )
+            for path in trials
+        ]
         return searched + [
             self._state(
                 self.folder / "runs" / arm["name"] / f"seed-{seed}", f"{arm['name']}, seed {seed}", arm["config"]
@@ -180,19 +188,33 @@ def status_json(states: list[State]) -> str:
     return json.dumps({"runs": [dataclasses.asdict(state) for state in states], "counts": counts(states)})
 
 
+LEAST_NAME = 25
+"""Columns that a run's name keeps beside a long reason, if it is as long."""
+
+
 def status_table(states: list[State]) -> Group:
-    """How many runs there are of each kind, which a low terminal must not cut off, then one row a run."""
+    """How many runs there are of each kind, which a low terminal must not cut off, then one row a run.
+
+    What is finished of a search is one row an arm: its runs are many, and their names long.
+    """
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("run", overflow="fold")
+    longest = max((len(state.run) for state in states), default=0)
+    table.add_column("run", overflow="fold", min_width=min(longest, LEAST_NAME))
     table.add_column("status", overflow="fold")
-    for title in ("step", "loss", "val loss", "tokens/s", "left", "last sign"):
+    for title in ("step", "loss", "val\nloss", "tokens\n/s", "left", "last\nsign"):
         table.add_column(title, justify="right", no_wrap=True)
+    searched = Counter(state.search_of for state in states if _is_done(state))
+    for arm, number in searched.items():
+        every = sum(state.search_of == arm for state in states)
+        table.add_row(Text(f"{arm}, its search"), Text("finished"), Text(f"{number:,} of {every:,}"))
     for state in states:
+        if _is_done(state):
+            continue
         lost = "diverged" if state.status == "diverged" else "–"
         cells = (
             state.run,
@@ -206,6 +228,10 @@ def status_table(states: list[State]) -> Group:
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text, not markup: a reason may hold brackets
     return Group(Text(", ".join(f"{number} {kind}" for kind, number in counts(states).items())), table)
+
+
+def _is_done(state: State) -> bool:
+    return state.search_of is not None and state.status == "finished"
 
 
 def _status(state: State) -> str:

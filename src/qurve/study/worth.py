@@ -13,7 +13,7 @@ from qurve.study.noise import Deviation, noise_floor
 from qurve.study.power import LEAST_SEEDS, POWER, detectable, seeds_needed
 from qurve.study.results import Arm, StudyResults
 from qurve.study.scaling import Equivalent, Estimate
-from qurve.study.statistics import level_of
+from qurve.study.statistics import Comparison, comparisons, level_of
 from qurve.study.tables import NONE, plain, signed, signed_change, with_interval
 
 EFFECTS_ASKED = (0.002, 0.005, 0.01)
@@ -78,6 +78,8 @@ def savings_table(results: StudyResults) -> Table | None:
 
 
 def _of_effects(results: StudyResults, title: str, columns: dict[str, Say], notes: list[str]) -> Table | None:
+    """A row for each arm, without the arms and the columns that would have nothing but dashes; the notes name those,
+    and say every reason."""
     if not results.others:
         return None
     rows, reasons = [], dict[str, dict[str, None]]()
@@ -92,7 +94,17 @@ def _of_effects(results: StudyResults, title: str, columns: dict[str, Say], note
     unknown = [
         f"{NONE} {'every arm' if len(arms) == every else ', '.join(arms)}: {why}." for why, arms in reasons.items()
     ]
-    return Table(title, ["arm", "n", *columns], rows, [*notes, *unknown])
+    known = [row for row in rows if any(cell != NONE for cell in row[2:])]
+    kept = [name for place, name in enumerate(columns, 2) if any(row[place] != NONE for row in known)]
+    if not known:
+        return Table(title, [], [], [f"Not one number is known ({', '.join(columns)}).", *unknown])
+    if out := [name for name in columns if name not in kept]:
+        notes = [*notes, f"Known of no arm: {', '.join(out)}."]
+    if len(known) < every:
+        notes = [*notes, f"Left out: {every - len(known)} of {every} arms, of which nothing is known."]
+    head = ["arm", "n", *kept]
+    places = [0, 1, *(place for place, name in enumerate(columns, 2) if name in kept)]
+    return Table(title, head, [[row[place] for place in places] for row in known], [*notes, *unknown])
 
 
 def costs_table(results: StudyResults) -> Table:
@@ -145,6 +157,10 @@ def noise_table(results: StudyResults) -> Table | None:
         ]
 
     rows = [row(f"{results.baseline.label}: its losses", floor.baseline, None)]
+    rows += [
+        row(f"{labels[one.arm]} (A/A: the baseline from other weights): differences", one.differences, one.correlation)
+        for one in floor.a_a
+    ]
     rows += [row(f"{labels[one.arm]}: differences", one.differences, one.correlation) for one in floor.arms]
     if floor.differences is not None:
         rows.append(row("all differences, pooled", floor.differences, None))
@@ -154,7 +170,14 @@ def noise_table(results: StudyResults) -> Table | None:
         "off the noise."
     ]
     head = ["what varies", "n", "deviation", "of the loss", "correlation"]
+    pairs = {pair.arm: pair for pair in comparisons(results)}
+    notes += [f"{labels[one.arm]}, of which any difference is noise: {_mean(pairs[one.arm])}." for one in floor.a_a]
     return Table("Noise floor and power", head, rows, [*notes, *_power(results)])
+
+
+def _mean(pair: Comparison) -> str:
+    between = "" if pair.low is None else f", 95 % interval {signed(pair.low, 4)} to {signed(pair.high, 4)}"
+    return f"mean difference {signed(pair.diff, 4)}{between}; {pair.verdict}"
 
 
 def _power(results: StudyResults) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from qurve.config import NOT_HASHED, check_values
+from qurve.config import NOT_HASHED, check_values, or_else
 from qurve.errors import BadInput
 from qurve.model.config import ModelConfig
 from qurve.ops.heads import Impl
@@ -28,7 +28,7 @@ class DataConfig:
     """Hash of the data itself; filled when a run starts."""
     order: Literal["epochs", "paper"] = "epochs"
     """`epochs`: a fresh permutation of the windows each epoch. `paper`: the authors' seeded tables."""
-    order_seed: int | None = None
+    order_seed: int | None = field(default=None, metadata=or_else("train.seed"))
     """Seed of the order; None takes `train.seed`."""
 
     def __post_init__(self) -> None:
@@ -36,6 +36,9 @@ class DataConfig:
 
 
 MOST_THREADS = 1024
+
+ABOVE_BOUND = "the loss was above"
+"""How a run says that it diverged by its bound, not by a number that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class TrainConfig:
     stop_at: int | None = field(default=None, metadata=NOT_HASHED)
     """Stop after this many updates, before the schedule's end; None runs all."""
     tokens_per_step: int = 491_520
-    micro_batch: int | None = None
+    micro_batch: int | None = field(default=None, metadata=or_else("what memory allows"))
     """Sequences in one forward pass; None takes the largest divisor of the step's that keeps memory modest."""
     lr: float = 6e-4
     """Peak learning rate."""
@@ -60,9 +63,9 @@ class TrainConfig:
     warmup_steps: int = 2_000
     """Linear warm-up: update i (from 0) takes `(i + 1) / (warmup_steps + 1)` of the peak."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    horizon: int | None = None
+    horizon: int | None = field(default=None, metadata=or_else("steps"))
     """Update at which the schedule reaches its floor; None means `steps`."""
-    decay_steps: int | None = None
+    decay_steps: int | None = field(default=None, metadata=or_else("horizon / 5"))
     """Length of the linear decay of `wsd` (warm-up, stable, decay); None means a fifth of the horizon."""
     weight_decay: float = 0.1
     """On matrices and embeddings alone."""
@@ -77,7 +80,7 @@ class TrainConfig:
     head_impl: Impl = "auto"
     """How the heads of nonlinear projections are run (`qurve.ops.heads`): the same numbers but for the last bits, for
     whose sake it counts as part of the configuration, as `threads` does. `compiled` is for `compile = false`."""
-    threads: int | None = None
+    threads: int | None = field(default=None, metadata=or_else("all cores"))
     """CPU threads; None takes all cores. Part of the configuration, since it decides the last bits of a sum."""
     device: str = "auto"
     """`cpu`, `cuda`, or `cuda:1`."""

@@ -27,7 +27,7 @@ from qurve.model.init import stream_seed
 from qurve.projections.module import set_impl
 from qurve.runfolder import RunFolder, Status
 from qurve.train.checkpoint import load_checkpoint, prune, save_checkpoint
-from qurve.train.config import RunConfig
+from qurve.train.config import ABOVE_BOUND, RunConfig
 from qurve.train.distributed import (
     ALONE,
     World,
@@ -138,7 +138,7 @@ def train(
         status: Status = "failed"
         try:
             held.enter_context(machine_settings(config))
-            stop = held.enter_context(listening(say=world.main))
+            stop = held.enter_context(listening(say=world.main and progress.speaks))
             measures_memory = forget_peak_memory(config.train.device)
             model = GPT(config.model, seed=config.train.seed).to(config.train.device)
             set_impl(model, config.train.head_impl)
@@ -243,7 +243,7 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
             raise Diverged(f"step {step}: {first_non_finite(model, loss)}")
         above = above + 1 if settings.loss_bound is not None and loss > settings.loss_bound else 0
         if above >= settings.loss_bound_steps:
-            raise Diverged(f"step {step}: the loss was above {settings.loss_bound} for {above} steps in a row")
+            raise Diverged(f"step {step}: {ABOVE_BOUND} {settings.loss_bound} for {above} steps in a row")
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip or math.inf, grad_norm)
 
         rate = learning_rate(settings, step - 1)

@@ -9,10 +9,10 @@ Legend: N windows, T tokens of one (the model's context), W random words.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from qurve.config import Choice, check_values
+from qurve.config import Choice, check_values, or_else
 from qurve.errors import BadInput
 from qurve.model.config import ModelConfig
 
@@ -88,7 +88,7 @@ class MaskedTokens(ObjectiveConfig):
     """
 
     rate: float = 0.15
-    mask_id: int | None = None
+    mask_id: int | None = field(default=None, metadata=or_else("the vocabulary's last"))
     """The id that stands for a hidden token; None takes the vocabulary's last row."""
 
     attends = "bidirectional"

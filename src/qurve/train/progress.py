@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:  # a training that shows nothing needs none of it
     from rich.console import Console
@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # a training that shows nothing needs none of it
 
 class Progress:
     """Says nothing. Base of the two below."""
+
+    speaks: ClassVar[bool] = False
+    """Whether anybody hears of a request to stop from the training itself: in a study, whoever runs it says so once."""
 
     def start(self, updates: int, log_every: int, done: int) -> None:
         """Before the first update of this process: `done` of the `updates` were made before."""
@@ -29,6 +32,8 @@ class Progress:
 
 class LogLines(Progress):
     """One line every `log_every` steps."""
+
+    speaks: ClassVar[bool] = True
 
     def __init__(self, console: Console) -> None:
         self.console = console

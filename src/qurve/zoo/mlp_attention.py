@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from qurve.config import or_else
 from qurve.errors import BadInput
 from qurve.model.mixers import MixerConfig
 from qurve.model.positions import Rope
@@ -31,7 +32,7 @@ class MLPAttention(MixerConfig):
     """
 
     projections: ClassVar[tuple[str, ...]] = ("value", "output")
-    hidden: int | None = None
+    hidden: int | None = field(default=None, metadata=or_else("the context"))
     """Width of each head's hidden layer; None takes the context's."""
 
     def __post_init__(self) -> None:

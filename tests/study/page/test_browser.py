@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from fake_study import BASELINE, THREE_ARMS, arm, searched, write_study
+from fake_study import BASELINE, THREE_ARMS, arm, grid, searched, write_study
 from test_report import FATES, MESSY
 
 from qurve.study.report import write_report
@@ -96,6 +96,37 @@ def test_arms_at_the_baselines_point_wait_for_their_button(opened, tmp_path):
     assert [button.get_attribute("aria-pressed") for button in group.get_by_role("button").all()] == ["false"] * 2
     group.get_by_role("button").first.click()
     assert lines(page, "curves") > before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_table_is_cut_without_a_sign(opened, whole, messy, width):
+    """On a wide screen every table is whole; on a phone those of words stand row by row, and what is wider than the
+    screen has a shadow where there is more."""
+    for file in (whole, messy):
+        page = opened(file, width)
+        cut = page.evaluate(
+            "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+            ".map((e) => [e.querySelector('table').id || e.ariaLabel, e.querySelector('table').className,"
+            " getComputedStyle(e).backgroundImage])"
+        )
+        if width == 1280:
+            assert cut == []
+        assert all("stack" not in kind and "gradient" in image for _, kind, image in cut)
+
+
+@pytest.mark.slow
+def test_a_map_is_seen_at_once_and_the_arms_on_demand(opened, tmp_path):
+    kinds = ("linear", "bottleneck", "identity", "fixed")
+    arms = grid(*((f"kind-{place}", kind) for place, kind in enumerate(kinds)))
+    page = opened(write_report(write_study(tmp_path, arms, seeds=(1,), search=False, steps=60)))
+    assert page.locator("#map-1").bounding_box()["y"] < 1_200
+    assert page.evaluate("document.documentElement.scrollHeight") < 8_000
+    assert not page.locator("#summary").is_visible()
+    page.locator("h2:text-is('Configurations and final loss') + details > summary").click()
+    assert page.locator("#summary").is_visible()
+    page.emulate_media(media="print")
+    assert page.locator("#runs").is_visible(), "paper has no buttons"
 
 
 @pytest.mark.slow

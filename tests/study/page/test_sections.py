@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from fake_study import BASELINE, arm, config, write_study
+from fake_study import BASELINE, arm, grid, write_study
 from markupsafe import escape
 
 from qurve.study.drawing import heatmap
@@ -71,19 +71,6 @@ def test_a_study_without_others_has_no_section_about_them(undrawn, tmp_path):
     assert "Learning curves" in titles
 
 
-def grid(*architectures):
-    """Two rates by two decays of each architecture; the first point is the study's baseline."""
-    arms = []
-    for name, model in architectures:
-        for lr in (2e-3, 8e-3):
-            for decay in (0.1, 0.05):
-                tree = config(train__lr=lr, train__weight_decay=decay, model__query={"kind": model})
-                arms.append(
-                    arm(f"{name}@{lr:g}-{decay:g}", f"{name.title()}, rate {lr:g}, decay {decay:g}", config=tree)
-                )
-    return tuple(arms)
-
-
 def test_a_grid_of_rates_and_decays_becomes_maps_and_judges_the_claims(undrawn, tmp_path):
     arms = grid(("baseline", "linear"), ("res-gelu", "bottleneck"))
     fates = {("res-gelu@0.008-0.05", 1): "diverged"}
@@ -92,10 +79,77 @@ def test_a_grid_of_rates_and_decays_becomes_maps_and_judges_the_claims(undrawn, 
         assert f'<figure id="{name}"' in text
     words = " ".join(re.sub("<[^>]*>", " ", text).split())
     assert "1 of 1 diverged, spikes 0.0" in words
-    assert re.search(r"res-gelu 0\.05 2e-3 \d\.\d{4} ", words)
+    assert re.search(r"res-gelu 0\.05 2e-3 2e-3 \d\.\d{4} ", words)
     assert "res-gelu 0.1 8e-3 (the largest tried)" in words
-    assert re.search(r"diverges before step 20,000 of 60,000 .* baseline 1 0.05 diverges stable refuted 1", words)
-    assert "what is said to happen late in a long training cannot be ruled out" in words
+    said, _, inferred = words.partition("What we infer from it, and what is seen here")
+    claim = "baseline 1 0.05 said to diverge: diverges before step 20,000 of 60,000 at this decay"
+    assert f"{claim} arXiv 2603.13381, section 2.2 not tested: shorter 1 400 finished 400 steps" in said
+    assert "A run of so few steps can show a divergence, and cannot rule out one" in said
+    assert inferred.count("inferred to diverge") == 3
+    assert "confirmed" not in words
+    assert "refuted" not in words
+
+
+def titles_of(text):
+    return re.findall(r'<h2 id="section-\d+">([^<]*)</h2>', text)
+
+
+def cards_of(text):
+    """Labels of the cards that stand open, and of those that are folded away."""
+    top = text[: text.index("<nav")]
+    folded = "".join(re.findall(r'<details class="fold">.*?</details>', top, flags=re.DOTALL))
+    every, away = (re.findall(r'<span class="dot"></span>([^<]*)</h3>', part) for part in (top, folded))
+    return [label for label in every if label not in away], away
+
+
+def test_a_study_of_maps_is_read_by_its_maps(undrawn, tmp_path, monkeypatch):
+    scales = []
+    monkeypatch.setattr("qurve.study.page.pieces.svg", lambda draw, *_, **__: "<svg></svg>")
+    monkeypatch.setattr("qurve.study.page.stability.heatmap", lambda *_, scale, **__: scales.append(scale))
+    arms = grid(("baseline", "linear"), ("res-gelu", "bottleneck"), ("identity", "identity"), ("other", "linear"))
+    results = load(write_study(tmp_path, arms, seeds=(1,), search=False))
+    text = page(results)
+    assert titles_of(text)[:2] == list(OF_MAPS)
+    assert cards_of(text) == ([], [arm.label for arm in results.others])
+    assert "15 arms without a verdict, each with its reason" in text
+    sections = dict(zip(titles_of(text), re.split(r'<h2 id="section-\d+">', text)[1:], strict=True))
+    for section in SECTIONS:
+        if section.title in sections:
+            assert ('<details class="fold"><summary>Arm by arm' in sections[section.title]) == section.by_arm
+    losses = [run.final_loss for run in results.runs]
+    assert set(scales) == {(min(losses), max(losses))}
+    assert sections[OF_MAPS[0]].count("on one scale for all maps of this page") == 4
+
+
+def test_few_points_of_a_map_fold_nothing_away(undrawn, tmp_path):
+    text = page(load(write_study(tmp_path, grid(("baseline", "linear")), seeds=(1,), search=False)))
+    assert len(cards_of(text)[0]) == 3
+    assert "Arm by arm" not in text
+
+
+def test_of_many_arms_those_without_a_verdict_are_folded_away(undrawn, tmp_path):
+    arms = (BASELINE, *(arm(f"v{i}", f"V {i}", 0.01 * i) for i in range(13)))
+    text = page(load(write_study(tmp_path, arms, fates={("v3", 1): "diverged", ("v5", 2): "running"})))
+    shown, away = cards_of(text)
+    assert away == ["V 3", "V 5"]
+    assert len(shown) == 11
+    assert "Arm by arm" not in text
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
+@pytest.mark.parametrize("fate", ["finished", "diverged", "missing"])
+def test_no_table_has_a_row_or_a_column_of_dashes_alone(undrawn, tmp_path, seeds, fate):
+    fates = {("new", seed): fate for seed in seeds} if fate != "finished" else {}
+    text = page(load(write_study(tmp_path, (BASELINE, arm("new", "New", 0.1)), seeds=seeds, fates=fates)))
+    for name in ("worth", "saved"):
+        table = re.search(rf'<table id="{name}".*?</table>', text, flags=re.DOTALL)
+        if table is None:
+            assert "Not one number is known" in text
+            continue
+        rows = [re.findall(r"<td[^>]*><span>([^<]*)", row) for row in table[0].split("<tr>")[2:]]
+        for line in (*rows, *zip(*rows, strict=True)):
+            assert any(cell != "–" for cell in line)
+    assert ("Known of no arm: bits per byte" in text) == (fate == "finished")
 
 
 def test_other_studies_have_no_map_and_their_spikes_and_logits(undrawn, tmp_path, results):

@@ -9,24 +9,36 @@ from collections.abc import Sequence
 from typing import Any
 
 from qurve.study.figures import colour_index, figures_of
-from qurve.study.headline import headline
+from qurve.study.headline import alarms, headline
+from qurve.study.holds import has_maps
 from qurve.study.page.pieces import Section, environment, text
 from qurve.study.page.plots import PLOTS
 from qurve.study.page.sections import SECTIONS
 from qurve.study.results import Arm, StudyResults, doubts
-from qurve.study.statistics import Comparison, comparisons, overall_verdict, scope
+from qurve.study.statistics import Comparison, comparisons, is_alarm, overall_verdict, scope
+
+MOST_CARDS = 12
+"""Arms with a card each; of more, those without a verdict are folded away."""
 
 
 def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
-    """`report.html`; the sections of `more` come after the first of the page's own."""
+    """`report.html`; the sections of `more` come after the first that the page has of its own.
+
+    A study of maps is read by its maps: they stand first, and what there is arm by arm is folded away.
+    """
     from markupsafe import Markup
 
-    first, *rest = SECTIONS
-    fragments = [(section.title, section.fragment(results)) for section in (first, *more, *rest)]
+    of_maps = has_maps(results) and len(results.arms) > MOST_CARDS
+    own, others = (
+        [(s, html) for s in group if (html := s.fragment(results)) is not None] for group in (SECTIONS, more)
+    )
+    fragments = [(s.title, html, of_maps and s.by_arm) for s, html in (*own[:1], *others, *own[1:])]
     pairs = comparisons(results)
     top = headline(results)
     colour = 0 if top is None or top.arm is None else colour_index(results, top.arm)
     cards = [_card(results, arm, pair) for arm, pair in zip(results.others, pairs, strict=True)]
+    own_cards = [card for card in cards if card["arm"].matched is None]
+    folded = [card for card in own_cards if of_maps or (len(own_cards) > MOST_CARDS and card["pair"].outcome == "none")]
     return (
         environment()
         .get_template("page.html")
@@ -35,11 +47,13 @@ def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
             css=Markup(text("page.css")),
             scripts=[script(source) for source in (plotly(), text("page.js"))],
             plots={name: Markup(safe_json(PLOTS[name](results))) for name in figures_of(results) if name in PLOTS},
-            sections=[{"title": title, "fragment": Markup(html)} for title, html in fragments if html is not None],
+            sections=[{"title": title, "fragment": Markup(html), "folded": fold} for title, html, fold in fragments],
             verdict=overall_verdict(results),
+            alarms=alarms(results),
             headline=None if top is None else {**vars(top), "colour": colour},
             scope=scope(results, pairs),
-            cards=[card for card in cards if card["arm"].matched is None],
+            cards=[card for card in own_cards if card not in folded],
+            folded=folded,
             matched=[card for card in cards if card["arm"].matched is not None],
             doubts=doubts(results),
             progress=f"{sum(run.finished for run in results.runs)} of {len(results.runs)}",
@@ -49,7 +63,8 @@ def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
 
 def _card(results: StudyResults, arm: Arm, pair: Comparison) -> dict[str, Any]:
     word = {"lower": "lower loss", "higher": "higher loss", "noise": "not told apart", "none": "no verdict"}
-    return {"arm": arm, "pair": pair, "word": word[pair.outcome], "colour": colour_index(results, arm)}
+    said = "false alarm" if arm.seed_offset and is_alarm(pair) else word[pair.outcome]
+    return {"arm": arm, "pair": pair, "word": said, "colour": colour_index(results, arm)}
 
 
 def script(source: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from qurve.study.drawing import Points, scatter_fit
 from qurve.study.effects import Unknown
 from qurve.study.ladder_results import (
+    JUDGED,
     LadderResults,
     RungResults,
     Series,
-    equivalent_gain,
     fit,
     gain,
     gain_trend,
@@ -19,10 +19,10 @@ from qurve.study.ladder_results import (
     percent,
     series,
 )
+from qurve.study.ladder_tables import costs_table, rungs_table
 from qurve.study.page.pieces import Numbers, environment, in_table, macro, picture, text
 from qurve.study.scaling import Estimate
-from qurve.study.tables import NONE, signed, with_interval
-from qurve.study.worth import Table
+from qurve.study.tables import NONE, with_interval
 
 ON_A_LINE = 24
 """Points of a fitted line."""
@@ -33,8 +33,9 @@ def ladder_page(results: LadderResults) -> str:
     from markupsafe import Markup
 
     said = lines(results)
-    trends = [words for words in said if ", gain along " in words]
-    parts = [("Every rung", in_table("rungs", _rungs(results)))]
+    trends = [words for words in said if ", gain along " in words or words == JUDGED]
+    found = rungs_table(results), costs_table(results)
+    parts = [("Every rung", in_table("rungs", found[0]) + in_table("costs", found[1]))]
     for place, one in enumerate(series(results), 1):
         parts.append((f"Along {one.along}, {one.fixed}", _pictures(results, one, place)))
     parts.append(("What the rungs say together", macro("sentences", [words for words in said if words not in trends])))
@@ -47,37 +48,9 @@ def ladder_page(results: LadderResults) -> str:
             css=Markup(text("page.css")),
             scripts=[],
             trends=trends,
-            sections=[{"title": title, "fragment": Markup(html)} for title, html in parts],
+            sections=[{"title": title, "fragment": Markup(html), "folded": False} for title, html in parts],
         )
     )
-
-
-def _rungs(results: LadderResults) -> Table:
-    rows = []
-    for rung in results.rungs:
-        for name, label in results.arms.items():
-            if name in rung.arms:
-                rows.append([rung.name, label, *_rung(results, rung, name)])
-    head = ["rung", "arm", "N.E. parameters", "tokens", "n", "loss", "ΔLL", "worth in parameters", "worth in FLOPs"]
-    notes = [
-        "Loss in nats per token: mean over the finished seeds (n). ΔLL: relative gain in log-loss over the baseline of "
-        "the same rung, over shared seeds, with its 95 % interval. Worth: how much larger the baseline would have to "
-        "be for the same loss, by the rung of the next size; in FLOPs, its longer training is counted too."
-    ]
-    return Table("Losses and gains", head, rows, notes)
-
-
-def _rung(results: LadderResults, rung: RungResults, name: str) -> list[str]:
-    arm, mean = rung.arms[name], loss(rung, name)
-    numbers = [f"{arm.non_embedding:,}", f"{rung.tokens:,}", str(len(arm.losses))]
-    numbers.append(NONE if isinstance(mean, Unknown) else f"{mean.value:.4f}")
-    if name == results.baseline:
-        return [*numbers, "ref.", "ref.", "ref."]
-    worth = []
-    for quantity in ("params", "flops"):
-        found = equivalent_gain(results, rung, name, quantity)
-        worth.append(NONE if isinstance(found, Unknown) else with_interval(found.percent, lambda x: signed(x, 1), " %"))
-    return [*numbers, percent(gain(results, rung, name)), *worth]
 
 
 def _pictures(results: LadderResults, one: Series, place: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 class Section:
     title: str
     fragment: Callable[[StudyResults], str | None]
+    by_arm: bool = False
+    """It has a row, a line or a column for each arm: folded away where a map says the same of very many."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,12 @@ def environment() -> Environment:
         rate=tables.rate,
         chance=tables.chance,
         sentence=sentence,
-        setting=setting_in_words,
     )
     return made
 
 
 def sentence(words: str) -> str:
     return words[:1].upper() + words[1:].replace(" %", "\u00a0%") + "."  # no line break before the sign
-
-
-def setting_in_words(value: Any) -> str:
-    if value is None:
-        return tables.NONE
-    if isinstance(value, float):
-        return tables.rate(value)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def text(name: str) -> str:

@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qurve.config import differences
+from qurve.runfolder import MEASURED
 from qurve.study import tables
 from qurve.study.against import Pairing
-from qurve.study.apart import apart_tables
+from qurve.study.apart import apart_tables, searched_arms
 from qurve.study.curves import Curve, band, gains, thinned
 from qurve.study.figures import colour_index, figures_of
-from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture, setting_in_words
+from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
 from qurve.study.provenance import commands, provenance, single_run
 from qurve.study.results import Arm, StudyResults
+from qurve.study.settings import changed_settings, in_words
 from qurve.study.statistics import comparisons, summary_rows
 from qurve.study.worth import costs_table, gains_table, noise_table, savings_table
 
-PAPER_SCALE = "the paper, as printed: 124 M parameters, 60,000 steps, one seed; another scale"
-UNSAID = ("format", "peak_memory_bytes")
-"""Of a run's environment: the costs have its memory."""
+UNSAID = ("format", *MEASURED)
+"""Of a run's environment: the costs have what was measured."""
 MOST_COLUMNS = 8
 """Steps in the table beside a figure of curves."""
 
@@ -105,7 +105,7 @@ def _numbers(title: str, curves: dict[str, Curve], cell: Callable[[float], str])
 def _summary(results: StudyResults) -> str:
     lower = {pair.arm for pair in comparisons(results) if pair.outcome == "lower"}
     rows = [_row(results, arm, row, lower) for arm, row in zip(results.arms, summary_rows(results), strict=True)]
-    return macro("summary", results, rows, PAPER_SCALE, tables.AT_BASELINE)
+    return macro("summary", results, rows, tables.PAPER_SCALE, tables.AT_BASELINE)
 
 
 def _row(results: StudyResults, arm: Arm, row: dict[str, Any], lower: set[str]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _row(results: StudyResults, arm: Arm, row: dict[str, Any], lower: set[str]) 
         "is_baseline": arm.name == results.baseline.name,
         "delta": tables.signed_parameters(arm, results.baseline),
         "loss": tables.loss_in_words(arm),
-        "settings": [arm.setting(path) for path in ("train.weight_decay", "train.lr", "train.min_lr")],
+        "settings": [arm.setting(path) for path in tables.SETTINGS],
         "is_first_matched": arm in results.matched[:1],
         "is_best": best and arm.name in lower,  # bold is a claim too
     }
@@ -159,30 +159,8 @@ def _search(results: StudyResults) -> str:
     labels = {arm.name: arm.label for arm in results.arms}
     tables_ = [] if results.search is None else apart_tables(results.search, labels)
     words = "".join(in_table(f"apart-{place}", table) for place, table in enumerate(tables_, 1))
-    return macro("search", results, _chosen(results), _grid(results), Markup(figure or ""), Markup(words))
-
-
-def _chosen(results: StudyResults) -> list[dict[str, Any]]:
-    """Of every arm that was searched: the point that was chosen, and what it was chosen from."""
-    if results.search is None:
-        return []
-    found = []
-    for arm in results.arms:
-        if arm.matched is None and not arm.seed_offset:
-            chosen = results.search.chosen.get(arm.name)
-            points = results.search.points(arm.name)
-            found.append(
-                {
-                    "arm": arm,
-                    "colour": colour_index(results, arm),
-                    "chosen": chosen,
-                    "point": [] if chosen is None else [(k, setting_in_words(v)) for k, v in chosen.point or ()],
-                    "points": len(points),
-                    "broken": sum(loss is None for loss in points.values()),
-                    "edges": [axis for axis, *_ in results.search.edges(arm.name)] if chosen is not None else [],
-                }
-            )
-    return found
+    chosen = [(one, colour_index(results, one.arm)) for one in searched_arms(results)]
+    return macro("search", results, chosen, _grid(results), Markup(figure or ""), Markup(words))
 
 
 def _grid(results: StudyResults) -> dict[str, Any] | None:
@@ -208,19 +186,7 @@ def _grid(results: StudyResults) -> dict[str, Any] | None:
 
 
 def _changed(results: StudyResults) -> str:
-    """The settings in which any arm differs from the baseline: (path, value per arm, whether it differs)."""
-    paths = dict.fromkeys(
-        path
-        for arm in results.others
-        for path in differences(results.baseline.config, arm.config)
-        if path != "train.seed"  # every arm has every seed
-    )
-    table = []
-    for path in paths:
-        values = [setting_in_words(arm.setting(path)) for arm in results.arms]
-        reference = setting_in_words(results.baseline.setting(path))
-        table.append((path, values, [value != reference for value in values]))
-    return macro("changed", results, table)
+    return macro("changed", results, changed_settings(results))
 
 
 def _provenance(results: StudyResults) -> str:
@@ -232,7 +198,7 @@ def _machine(results: StudyResults) -> list[tuple[str, list[str]]]:
     environments = [run.environment for run in results.runs if run.environment]
     table = []
     for key in dict.fromkeys(key for environment in environments for key in environment if key not in UNSAID):
-        values = sorted({setting_in_words(environment[key]) for environment in environments if key in environment})
+        values = sorted({in_words(environment[key]) for environment in environments if key in environment})
         values = [value for value in values if value]
         if key == "started" and len(values) > 1:
             values = [f"{values[0]} to {values[-1]}"]
@@ -257,18 +223,18 @@ def _noise(results: StudyResults) -> str | None:
 
 
 SECTIONS: tuple[Section, ...] = (
-    Section("Configurations and final loss", _summary),
-    Section("Paired differences", _differences),
-    Section("What it is worth, and what it costs", _worth),
-    Section("How much is noise", _noise),
-    Section("Learning curves", _curves),
-    Section("Gain from the first step on", _gains),
-    Section("Search", _search),
     Section("Stability over rate and decay", maps_section),
     Section("Published claims of stability", claims_section),
-    Section("Spikes and attention logits", smoothness_section),
-    Section("Every run", _runs),
-    Section("What differed between the arms", _changed),
+    Section("Configurations and final loss", _summary, by_arm=True),
+    Section("Paired differences", _differences, by_arm=True),
+    Section("What it is worth, and what it costs", _worth, by_arm=True),
+    Section("How much is noise", _noise, by_arm=True),
+    Section("Learning curves", _curves, by_arm=True),
+    Section("Gain from the first step on", _gains, by_arm=True),
+    Section("Search", _search),
+    Section("Spikes and attention logits", smoothness_section, by_arm=True),
+    Section("Every run", _runs, by_arm=True),
+    Section("What differed between the arms", _changed, by_arm=True),
     Section("Identical batches", lambda results: macro("batches", results)),
     Section("Where the numbers come from", _provenance),
     Section("How to reproduce", _reproduce),

@@ -1,0 +1,174 @@
+"""What the report says of where training holds: maps over rate and decay, claims, spikes and attention logits.
+
+Tables in words, for the page and for Markdown alike. The numbers are those of `stability`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+
+from qurve.errors import BadInput
+from qurve.study.results import StudyResults
+from qurve.study.stability import (
+    NOTE,
+    SPIKE,
+    SPIKE_WINDOW,
+    WORSE,
+    Cell,
+    Ending,
+    Judgement,
+    Map,
+    architecture,
+    ending_of,
+    endings_of,
+    judgements,
+    maps_of,
+    scale_of,
+)
+from qurve.study.tables import NONE, plain, rate
+from qurve.study.worth import Table
+
+Maps = Mapping[str, Map]
+
+RULE = (
+    f"stable: every seed finished, and at rates above the best one at most {WORSE:g} nats per token above the best "
+    "loss; further above is a plateau, which is no divergence"
+)
+
+
+def has_maps(results: StudyResults) -> bool:
+    """Whether the study is one of maps: some architecture has every rate at every decay, two of each at least.
+
+    Asked of the arms alone, so that no run is read for it.
+    """
+    if not any(arm.matched is None and "@" in arm.name for arm in results.arms):
+        return False
+    points: dict[str, list[tuple[object, object]]] = {}
+    for arm in results.arms:
+        point = arm.setting("train.lr"), arm.setting("train.weight_decay")
+        points.setdefault(architecture(arm.name), []).append(point)
+    return any(_is_whole(found) for found in points.values())
+
+
+def grids(results: StudyResults) -> Maps:
+    """A map of each architecture that has every rate at every decay, two of each at least, in the study's order."""
+    if not has_maps(results):
+        return {}
+    try:
+        maps = maps_of(endings_of(results))
+    except BadInput:  # the names mean something else in this study
+        return {}
+    return {name: map_ for name, map_ in maps.items() if _is_whole(map_.cells)}
+
+
+def _is_whole(points: Collection[tuple[object, object]]) -> bool:
+    rates, decays = ({point[place] for point in points} for place in (0, 1))
+    return min(len(rates), len(decays)) >= 2 and len(set(points)) == len(rates) * len(decays)
+
+
+def label_of(results: StudyResults, name: str) -> str:
+    """The architecture's: what the labels of its arms have in common before a comma, or its name."""
+    labels = {arm.label.partition(", rate")[0] for arm in results.arms if architecture(arm.name) == name}
+    return labels.pop() if len(labels) == 1 else name
+
+
+def map_table(results: StudyResults, map_: Map) -> Table:
+    """A map as a table: a row for each decay, a column for each rate."""
+    return Table(
+        f"{label_of(results, map_.arm)}: loss, spikes a run, largest attention logit",
+        ["decay", *(f"rate {rate(lr)}" for lr in map_.rates)],
+        [[rate(decay), *(_cell(map_, map_.cells[lr, decay]) for lr in map_.rates)] for decay in map_.decays],
+    )
+
+
+def _cell(map_: Map, cell: Cell) -> str:
+    state: str = map_.state(cell.lr, cell.weight_decay) or "not run to an end"
+    said = [plain(cell.loss, 4), state] if cell.loss is not None else [state]
+    if cell.diverged:
+        said = [f"{len(cell.diverged_after)} of {len(cell.endings)} diverged"]
+    if cell.spikes is not None:
+        said.append(f"spikes {cell.spikes:.1f}")
+    if cell.max_logit is not None:
+        said.append(f"logit {cell.max_logit:.1f}")
+    return ", ".join(said)
+
+
+def rates_table(maps: Maps) -> Table:
+    """How far up training holds in each map, and how much the rate matters."""
+    rows = []
+    for name, map_ in maps.items():
+        for decay in map_.decays:
+            largest = [map_.largest_stable(decay), map_.largest_finished(decay)]
+            words = [
+                ("none" if lr is None else rate(lr)) + (" (the largest tried)" if lr == map_.rates[-1] else "")
+                for lr in largest
+            ]
+            rows.append([name, rate(decay), *words, plain(map_.sensitivity(decay), 4)])
+    notes = [
+        f"By the rule: {RULE}. Sensitivity: mean over the rates tried of min(L, L at the start) − min L, in nats per "
+        "token; compare it over the same rates alone (Wortsman et al., arXiv 2309.14322)."
+    ]
+    head = ["architecture", "decay", "largest stable rate", "largest without divergence", "sensitivity to the rate"]
+    return Table("Largest stable rates and sensitivities", head, rows, notes)
+
+
+def claims_tables(results: StudyResults, maps: Maps) -> list[Table]:
+    """What was published of stability, and what we infer from it, beside this study's maps."""
+    found = judgements(results, dict(maps))
+    head = ["architecture", "× baseline's rate", "decay", "claim", "where", "seen", "seeds", "steps", "why"]
+    notes = [f"{NOTE} Scale: {scale_of(results)}. Rates are compared as multiples of the baseline's."]
+    published = [_judged(one) for one in found if one.claim.standing != "our inference"]
+    ours = [_judged(one) for one in found if one.claim.standing == "our inference"]
+    inferred = (
+        "Nobody published these: they are inferences from the above, and what is seen of them says nothing of it."
+    )
+    return [
+        Table("What was published, and what is seen here", head, published, notes),
+        Table("What we infer from it, and what is seen here", head, ours, [inferred]),
+    ]
+
+
+def _judged(one: Judgement) -> list[str]:
+    claim = one.claim
+    disputed = " (the sources do not agree)" if claim.standing == "disputed" else ""
+    return [
+        claim.arm,
+        f"{claim.multiple:.3g}",
+        rate(claim.weight_decay),
+        f"{claim.says_in_words}: {claim.text}",
+        claim.source,
+        one.verdict + disputed,
+        str(one.seeds),
+        NONE if one.steps is None else f"{one.steps:,}",
+        one.why,
+    ]
+
+
+def smoothness_table(results: StudyResults) -> Table | None:
+    """Spikes of the gradient norm and, where they were recorded, the largest attention logits, arm by arm."""
+    rows = []
+    for arm in results.arms:
+        endings = [ending_of(results, arm, run) for run in arm.runs.values()]
+        found = [one for one in endings if one.spikes is not None or one.max_logit is not None]
+        if found:
+            rows.append([arm.label, str(len(found)), *_smoothness(found)])
+    if not rows:
+        return None
+    notes = [
+        f"A spike is a step whose gradient norm exceeds {SPIKE:g} times the median of the {SPIKE_WINDOW} steps before "
+        f"it; the first {SPIKE_WINDOW} steps are not judged. Largest logit: of any block at any evaluation and seed, "
+        f"before the softmax; {NONE} where none was recorded (`--set eval.attention_logits=true`)."
+    ]
+    head = ["arm", "runs", "spikes a run, mean", "most in a run", "largest attention logit"]
+    return Table("How smoothly it trained", head, rows, notes)
+
+
+def _smoothness(endings: Sequence[Ending]) -> list[str]:
+    spikes = [one.spikes for one in endings if one.spikes is not None]
+    logits = [one.max_logit for one in endings if one.max_logit is not None]
+    return [
+        plain(statistics.fmean(spikes), 1) if spikes else NONE,
+        str(max(spikes)) if spikes else NONE,
+        plain(max(logits, default=None), 2),
+    ]
