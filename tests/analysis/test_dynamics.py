@@ -139,7 +139,9 @@ def test_entropy_written_out(changes: dict[str, Any], numbers: int, monkeypatch:
         mask, is_causal = view.mask(config.window)
         visible = torch.ones(T, T, dtype=torch.bool).tril() if is_causal else mask
         visible = torch.ones(T, T, dtype=torch.bool) if visible is None else visible
-        assert found["attention.max_logit"][layer] == pytest.approx(logits[visible.expand_as(logits)].abs().max().item())
+        assert found["attention.max_logit"][layer] == pytest.approx(
+            logits[visible.expand_as(logits)].abs().max().item()
+        )
         if (cap := config.attention_softcap) is not None:
             logits = cap * torch.tanh(logits / cap)
         weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
@@ -210,7 +212,11 @@ ATTENTION = {"attention.entropy", "attention.max_logit"}
     [
         ({}, set(), set()),
         ({"query": Identity()}, set(), set()),
-        ({"query": Residual()}, {"query.weight.norm", "query.weight.stable_rank", "query.f_to_x", "query.cosine"}, set()),
+        (
+            {"query": Residual()},
+            {"query.weight.norm", "query.weight.stable_rank", "query.f_to_x", "query.cosine"},
+            set(),
+        ),
         ({"mixer": LinearAttention()}, set(), ATTENTION),
         ({"mixer": MLPAttention()}, set(), ATTENTION | {m for m in LINEAR if not m.startswith("value")}),
         ({"mlp": MixtureOfExperts(2, 1)}, set(), {"mlp.dead_units"}),

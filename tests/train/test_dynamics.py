@@ -1,4 +1,4 @@
-"""Dynamics on their way: measured when asked for, of the weights that the step's loss is of, and nothing else changes."""
+"""Dynamics in training: measured when asked for, of the weights that the loss is of, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -101,9 +101,7 @@ def test_it_can_be_switched_on_when_a_run_goes_on(little: TokenData, tmp_path: P
     assert [line["step"] for line in cut.train_lines() if "dynamics" in line] == [6, 8, 10]
 
 
-def test_its_time_is_not_the_trainings(
-    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_time_is_not_the_trainings(data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only the measurement moves."""
     now = [0.0]
 

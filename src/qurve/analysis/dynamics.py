@@ -11,8 +11,8 @@ A nonlinear query has no W_Q. What stands in its place here is the linear map th
 
     W_Q := E[dQ/dx],        which is the weight itself where Q is linear,
 
-so that norms and ranks of all kinds of projection can be laid side by side. The matrices that it is made of (`w1`, `w2`)
-are measured as well.
+so that norms and ranks of all kinds of projection can be laid side by side. The matrices that it is made of (`w1`,
+`w2`) are measured as well.
 
 Legend: B batch, T tokens, N tokens of all sequences, D input width, O output width, R of its rows, E head width, G
 key/value heads, H query heads, F units.
@@ -68,7 +68,9 @@ class Dynamics:
         """`{"query.norm": [of the first block, of the second, …], …}`; None where a block has no such thing, or where
         it is not finite. Waits for the device, once."""
         places = [(measure, layer) for measure, values in self._found.items() for layer in values]
-        values = torch.stack([self._found[measure][layer].float() for measure, layer in places]).tolist() if places else []
+        values = (
+            torch.stack([self._found[measure][layer].float() for measure, layer in places]).tolist() if places else []
+        )
         found: dict[str, list[float | None]] = {measure: [None] * self._layers for measure in self._found}
         for (measure, layer), value in zip(places, values, strict=True):
             found[measure][layer] = value if math.isfinite(value) else None
@@ -84,13 +86,13 @@ def recording(model: GPT) -> Iterator[Dynamics]:
         dynamics.by_measure()["query.f_to_x"]  # [0.31, 0.44, …]
 
     The measures, P being `query`, `key` and `value`: `P.norm`, `P.stable_rank`, and where P is not linear the same of
-    its matrices (`query.w1.norm`); `P.f_to_x`, `P.cosine` where the projection is the input plus something; `P.dead_units`
-    of a bottleneck, `mlp.dead_units`; `attention.entropy`, `attention.max_logit` of softmax attention.
+    its matrices (`query.w1.norm`); `P.f_to_x`, `P.cosine` where the projection is the input plus something;
+    `P.dead_units` of a bottleneck, `mlp.dead_units`; `attention.entropy`, `attention.max_logit` of softmax attention.
 
     Projections are measured by their own definition, in float32 (or wider) outside of autocast, attention with queries
-    and keys as they come. Outputs stay as they are; hooks are set on this model's modules alone, not on its projections,
-    and are gone afterwards. Call the plain model: a compiled one passes hooks by. Projections that somebody has replaced
-    by a module of another kind are left out. Raises `ValueError` in a forward pass with a cache.
+    and keys as they come. Outputs stay as they are; hooks are set on this model's modules alone, not on projections,
+    and are gone afterwards. Call the plain model: a compiled one passes hooks by. Projections that somebody has
+    replaced by a module of another kind are left out. Raises `ValueError` in a forward pass with a cache.
     """
     found, handles = Dynamics(model.config.n_layers), []
     passes = [range(model.config.n_layers)] if model.config.share_blocks else [[i] for i in range(len(model.blocks))]
@@ -110,7 +112,8 @@ def recording(model: GPT) -> Iterator[Dynamics]:
 
 def stable_rank(weight: Tensor) -> Tensor:
     """`||W||_F^2 / ||W||_2^2`: 1 for a matrix of rank one, the number of rows for an orthogonal one."""
-    return wide(weight).norm().square() / spectral_norm(weight).square()
+    ratio: Tensor = wide(weight).norm() / spectral_norm(weight)
+    return ratio.square()
 
 
 def spectral_norm(weight: Tensor) -> Tensor:
@@ -121,8 +124,8 @@ def spectral_norm(weight: Tensor) -> Tensor:
     """
     w_RC = wide(weight)
     gram = w_RC @ w_RC.T if w_RC.shape[0] <= w_RC.shape[1] else w_RC.T @ w_RC
-    size = gram.norm()
-    log = size.log()
+    size: Tensor = gram.norm()
+    log: Tensor = size.log()
     for n in range(1, SQUARINGS + 1):
         gram = gram / size
         gram = gram @ gram
@@ -136,8 +139,9 @@ def mean_jacobian(projection: Projection, x_ND: Tensor, *other: Tensor) -> Tenso
 
     A few rows at a time, each with a `d` of its own: `torch.func` would do with one, and takes seconds to import.
     """
-    rows = []
-    for pick_RO in torch.eye(projection.dims.d_out, dtype=x_ND.dtype, device=x_ND.device).split(ROWS_AT_A_TIME):
+    rows = list[Tensor]()
+    basis_OO = torch.eye(projection.dims.d_out, dtype=x_ND.dtype, device=x_ND.device)
+    for pick_RO in torch.split(basis_OO, ROWS_AT_A_TIME):
         with torch.enable_grad():
             d_R1D = x_ND.new_zeros(len(pick_RO), 1, x_ND.shape[1], requires_grad=True)
             mean_RO = wide(projection.config.forward(projection, x_ND + d_R1D, *other)).mean(1)

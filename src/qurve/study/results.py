@@ -51,6 +51,8 @@ class Run:
     """(step, loss on the test split), as `val`."""
     split: str = "val"
     """The split that the study reports on."""
+    dynamics: tuple[tuple[int, dict[str, tuple[float | None, ...]]], ...] = ()
+    """(step, measure -> its value in each block), ascending, of the steps at which they were recorded."""
 
     @property
     def finished(self) -> bool:
@@ -301,12 +303,22 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
         environment=environment,
         test=_losses(test),
         split=split,
+        dynamics=tuple(
+            (step, _dynamics(line["dynamics"])) for step, line in sorted(train.items()) if "dynamics" in line
+        ),
     )
 
 
 def _losses(lines: dict[int, dict[str, Any]]) -> tuple[tuple[int, float], ...]:
     pairs = ((step, line.get("loss")) for step, line in sorted(lines.items()))
     return tuple((step, float(loss)) for step, loss in pairs if loss is not None and math.isfinite(loss))
+
+
+def _dynamics(tree: dict[str, Any]) -> dict[str, tuple[float | None, ...]]:
+    return {
+        measure: tuple(None if value is None else float(_number(value, measure, (int, float))) for value in values)
+        for measure, values in tree.items()
+    }
 
 
 def _digest(text: Any) -> str:

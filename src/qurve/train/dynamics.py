@@ -37,7 +37,9 @@ def measure_dynamics(
             loss_module(*batch(config, data.split("train"), starts, training_stream(config, 1)))
     finally:
         model.train()
-    return {measure: [_rounded(value) for value in values] for measure, values in (found | dynamics.by_measure()).items()}
+    return {
+        measure: [_rounded(value) for value in values] for measure, values in (found | dynamics.by_measure()).items()
+    }
 
 
 def gradient_norms(model: GPT) -> dict[str, list[float | None]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from qurve.study.curves import (
@@ -26,6 +27,7 @@ from qurve.study.curves import (
     thinned,
 )
 from qurve.study.drawing import WASH, shorten
+from qurve.study.dynamics import PICTURES, Picture, curve_of, curves_of, panels, pictures_of
 from qurve.study.figures import colour_index, fate, with_parameters
 from qurve.study.results import Arm, Run, StudyResults
 
@@ -135,7 +137,65 @@ def search_plot(results: StudyResults) -> dict[str, Any]:
     return _plot(results, arms, traces, layout, {})
 
 
-PLOTS = {"curves": curves_plot, "gains": gains_plot, "search": search_plot}
+def dynamics_plot(name: str, results: StudyResults) -> dict[str, Any]:
+    """One panel for each block that is shown: the mean over the finished seeds, and thin what did not finish."""
+    (picture,) = (found for found in pictures_of(results) if found.name == name)
+    shown, traces = panels(results), list[dict[str, Any]]()
+    most = points_a_run(len(results.runs) * len(shown))
+    for place, block in enumerate(shown, 1):
+        for arm in results.arms:
+            for kind, dash in zip(picture.lines, DASHES, strict=False):
+                hover = f"{kind.label}: %{{y:.4g}}, block {block}"
+                mean = band(curves_of(arm.finished, kind.measure, block)).mean
+                each, broken = (
+                    [(run, curve_of(run, kind.measure, block)) for run in runs]
+                    for runs in (arm.finished, arm.unfinished)
+                )
+                found = _line(results, arm, thinned(mean, most), f"y{place}", hover)
+                found += _each(results, arm, each, most, f"y{place}", "seeds")
+                found += _each(results, arm, broken, most, f"y{place}", "")
+                for trace in found:
+                    trace["line"] |= {"dash": dash}
+                    traces.append(trace | {"xaxis": f"x{place}", "marker": {"size": 3}})
+    arms = [arm for arm in results.arms if any(run.dynamics for run in arm.runs.values())]
+    return _plot(results, arms, traces, _small_multiples(picture, shown, traces), {"seeds": "Each seed"})
+
+
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""Of a picture's lines, in their order."""
+
+
+def _small_multiples(picture: Picture, shown: Sequence[int], traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A grid of panels with one range: three in a row at most."""
+    columns = min(3, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    heights = [y for trace in traces for y in trace["y"] if y is not None]
+    layout: dict[str, Any] = {"height": 70 + 165 * rows, "annotations": []}
+    for place, block in enumerate(shown):
+        row, column = divmod(place, columns)
+        left, bottom = column / columns, 1 - (row + 1) / rows
+        is_lowest, more = place + columns >= len(shown), {} if place == 0 else {"matches": "x"}
+        layout[f"xaxis{place + 1}"] = _axis(
+            STEP if is_lowest and column == columns // 2 else "", anchor=f"y{place + 1}", tickformat=",d", nticks=4,
+            domain=[left + 0.05, left + 1 / columns], **more,
+        )  # fmt: skip
+        layout[f"yaxis{place + 1}"] = _axis(
+            picture.axis if column == 0 else "", anchor=f"x{place + 1}", nticks=5, range=_around(heights),
+            domain=[bottom + 0.2 / rows, bottom + 0.9 / rows],
+        )  # fmt: skip
+        layout["annotations"].append(
+            {"text": f"block {block}", "xref": f"x{place + 1} domain", "yref": f"y{place + 1} domain", "x": 0, "y": 1}
+            | {"xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        )
+    return layout
+
+
+PLOTS: dict[str, Callable[[StudyResults], dict[str, Any]]] = {
+    "curves": curves_plot,
+    "gains": gains_plot,
+    "search": search_plot,
+    **{picture.name: partial(dynamics_plot, picture.name) for picture in PICTURES},
+}
 """Which of the figures live, by the names of `figures_of`."""
 
 
@@ -254,7 +314,7 @@ def _name(arm: Arm) -> str:
 
 
 def _rounded(values: Any) -> list[float]:
-    return [round(value, 5) for value in values]
+    return [float(f"{value:.7g}") for value in values]
 
 
 def _around(values: Sequence[float]) -> list[float]:

@@ -7,15 +7,16 @@ What another module knows as pure data becomes a section here: a function that d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from qurve.config import differences
 from qurve.study import tables
 from qurve.study.against import Pairing
-from qurve.study.curves import Curve, band, gains, thinned
+from qurve.study.curves import band, gains
 from qurve.study.figures import colour_index, figures_of
-from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture, setting_in_words
+from qurve.study.page.dynamics import dynamics_section
+from qurve.study.page.pieces import Numbers, Section, in_table, macro, numbers_of, picture, setting_in_words
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
 from qurve.study.provenance import commands, provenance, single_run
 from qurve.study.results import Arm, StudyResults
@@ -25,8 +26,6 @@ from qurve.study.worth import costs_table, gains_table, noise_table, savings_tab
 PAPER_SCALE = "the paper, as printed: 124 M parameters, 60,000 steps, one seed; another scale"
 UNSAID = ("format", "peak_memory_bytes")
 """Of a run's environment: the costs have its memory."""
-MOST_COLUMNS = 8
-"""Steps in the table beside a figure of curves."""
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -49,7 +48,7 @@ def _curves(results: StudyResults) -> str | None:
         f"Top: validation loss; line: mean over the finished seeds, shaded: from the smallest to the largest of them, "
         f"cross: where a run diverged{dashed}. Bottom: relative log-loss gain over the baseline. The steep beginning "
         "is cut off so that the rest can be seen; the table of runs has the loss at the start.",
-        _numbers("Mean validation loss over the finished seeds", curves, lambda loss: tables.plain(loss, 4)),
+        numbers_of("Mean validation loss over the finished seeds", curves, lambda loss: tables.plain(loss, 4)),
     )
 
 
@@ -62,7 +61,7 @@ def _gains(results: StudyResults) -> str | None:
         "Every arm from the first evaluation on, the warm-up among it; line: gain of the mean losses, shaded: from the "
         "smallest to the largest seed's. A gain that is large early says nothing of the end. M: millions of "
         "non-embedding parameters.",
-        _numbers("Relative log-loss gain over the baseline, in per cent", curves, lambda g: tables.signed(g, 2)),
+        numbers_of("Relative log-loss gain over the baseline, in per cent", curves, lambda g: tables.signed(g, 2)),
     )
 
 
@@ -75,18 +74,6 @@ def _differences(results: StudyResults) -> str | None:
         "Filled: mean over the seeds, with its 95 % t interval (from three seeds on). Hollow: each seed against the "
         "baseline of the same seed. Left of the line is lower loss.",
     )
-
-
-def _numbers(title: str, curves: dict[str, Curve], cell: Callable[[float], str]) -> Numbers | None:
-    steps = sorted({step for curve in curves.values() for step, _ in curve})
-    shown = [step for step, _ in thinned([(step, 0.0) for step in steps], MOST_COLUMNS)]
-    if not shown:
-        return None
-    rows = []
-    for label, curve in curves.items():
-        values = dict(curve)
-        rows.append([label, *(cell(values[step]) if step in values else tables.NONE for step in shown)])
-    return Numbers(title, ["arm", *(f"step {step:,}" for step in shown)], rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -253,6 +240,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("Stability over rate and decay", maps_section),
     Section("Published claims of stability", claims_section),
     Section("Spikes and attention logits", smoothness_section),
+    Section("Dynamics", dynamics_section),
     Section("Every run", _runs),
     Section("What differed between the arms", _changed),
     Section("Identical batches", lambda results: macro("batches", results)),
