@@ -49,6 +49,15 @@ def test_pictures_are_of_what_was_recorded(tmp_path: Path) -> None:
     assert not any(name.startswith("dynamics") for name in figures_of(nothing))
 
 
+def test_what_was_never_a_number_has_no_picture(tmp_path: Path) -> None:
+    results = study(tmp_path)
+    for seed in (1, 2):
+        record(tmp_path, "new", seed, {"query.norm": [1.0, 2.0], "query.cosine": [None, None]})
+    results = load(tmp_path)
+    assert [found.name for found in pictures_of(results)] == ["dynamics-norms"]
+    assert "query.cosine" in results.arms[1].runs[1].dynamics[0][1]
+
+
 @pytest.mark.parametrize(
     ("blocks", "shown"), [(1, [0]), (6, [0, 1, 2, 3, 4, 5]), (12, [0, 2, 4, 7, 9, 11]), (96, [0, 19, 38, 57, 76, 95])]
 )

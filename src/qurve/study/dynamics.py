@@ -108,13 +108,14 @@ PICTURES = (
 
 def pictures_of(results: StudyResults) -> list[Picture]:
     """The pictures that the study has something for, each with the measures that some run recorded."""
-    recorded = {measure for run in results.runs for _, measures in run.dynamics for measure in measures}
-    found = []
-    for picture in PICTURES:
-        lines = tuple(line for line in picture.lines if line.measure in recorded)
-        if lines:
-            found.append(dataclasses.replace(picture, lines=lines))
-    return found
+    recorded, shown = set[str](), panels(results)
+    for run in results.runs:
+        for _, measures in run.dynamics:
+            for measure, values in measures.items():
+                if any(value is not None for block in shown for value in values[block : block + 1]):
+                    recorded.add(measure)
+    lines = {picture: tuple(line for line in picture.lines if line.measure in recorded) for picture in PICTURES}
+    return [dataclasses.replace(picture, lines=found) for picture, found in lines.items() if found]
 
 
 def panels(results: StudyResults) -> list[int]:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 Draw = Callable[[StudyResults, float], "Figure"]
 
+DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
+"""Of the lines of a picture of dynamics, in their order."""
+
 
 def figures_of(results: StudyResults) -> dict[str, Draw]:
     """The figures that this study has, by name."""
@@ -254,9 +257,6 @@ def search_figure(results: StudyResults, width: float = WIDE) -> Figure:
 
 
 # ------------------------------------------------------------------------------------------------------------ dynamics
-
-DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
-"""Of a picture's lines, in their order."""
 
 
 @styled
