@@ -5,11 +5,17 @@ panel for each block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from qurve.study.curves import Curve
-from qurve.study.results import Run, StudyResults
+if TYPE_CHECKING:
+    from qurve.study.curves import Curve
+    from qurve.study.results import Run, StudyResults
+
+Measures = dict[str, tuple[float | None, ...]]
+"""A measure's value in each block; None where a block has no such thing."""
 
 MOST_PANELS = 6
 """Blocks that a picture shows: of more, the first, the last and some evenly between them."""
@@ -104,6 +110,24 @@ PICTURES = (
         "values'.",
     ),
 )
+
+
+def measures_of(lines: Mapping[int, Mapping[str, Any]]) -> tuple[tuple[int, Measures], ...]:
+    """(step, measures), ascending, of the training lines that have them. Raises `ValueError`, `TypeError` or
+    `AttributeError` for what no run writes."""
+    return tuple(
+        (step, {name: tuple(map(_checked, values)) for name, values in line["dynamics"].items()})
+        for step, line in sorted(lines.items())
+        if "dynamics" in line
+    )
+
+
+def _checked(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no measure")
+    return float(value)
 
 
 def pictures_of(results: StudyResults) -> list[Picture]:

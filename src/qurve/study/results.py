@@ -24,6 +24,7 @@ from typing import Any
 from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
+from qurve.study.dynamics import Measures, measures_of
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
 
@@ -51,7 +52,7 @@ class Run:
     """(step, loss on the test split), as `val`."""
     split: str = "val"
     """The split that the study reports on."""
-    dynamics: tuple[tuple[int, dict[str, tuple[float | None, ...]]], ...] = ()
+    dynamics: tuple[tuple[int, Measures], ...] = ()
     """(step, measure -> its value in each block), ascending, of the steps at which they were recorded."""
 
     @property
@@ -303,22 +304,13 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
         environment=environment,
         test=_losses(test),
         split=split,
-        dynamics=tuple(
-            (step, _dynamics(line["dynamics"])) for step, line in sorted(train.items()) if "dynamics" in line
-        ),
+        dynamics=measures_of(train),
     )
 
 
 def _losses(lines: dict[int, dict[str, Any]]) -> tuple[tuple[int, float], ...]:
     pairs = ((step, line.get("loss")) for step, line in sorted(lines.items()))
     return tuple((step, float(loss)) for step, loss in pairs if loss is not None and math.isfinite(loss))
-
-
-def _dynamics(tree: dict[str, Any]) -> dict[str, tuple[float | None, ...]]:
-    return {
-        measure: tuple(None if value is None else float(_number(value, measure, (int, float))) for value in values)
-        for measure, values in tree.items()
-    }
 
 
 def _digest(text: Any) -> str:
