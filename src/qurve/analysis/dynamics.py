@@ -119,8 +119,8 @@ def stable_rank(weight: Tensor) -> Tensor:
 def spectral_norm(weight: Tensor) -> Tensor:
     """`||W||_2`, too large by a factor of at most `r^(1 / 2^(SQUARINGS + 2))`, r the smaller of both sides.
 
-    By squaring `G = W W^T` again and again: `||G^n||_F^(1/n)` falls to the largest eigenvalue as n grows. It is a few
-    products, where a singular value decomposition would hold up a GPU for longer than all the rest.
+    By squaring `G = W W^T` again and again: `||G^n||_F^(1/n)` falls to the largest eigenvalue as n grows. A few
+    products and no decomposition, alike on every device.
     """
     w_RC = wide(weight)
     gram = w_RC @ w_RC.T if w_RC.shape[0] <= w_RC.shape[1] else w_RC.T @ w_RC
