@@ -12,7 +12,8 @@ from 1, update k uses order index k - 1; `tokens` and `seconds` are cumulative o
 compilation are not in `seconds`). Evaluation lines: `step split loss tokens`, after update `step` (0: untrained);
 `tokens` counts those that the loss is on. With a mixture of experts they have `expert_usage` too: for each block, the
 share of its tokens' choices that each expert got (an empty list for a block without experts). With
-`eval.attention_logits` those on `val` have `max_logit`: each block's largest attention logit (null without one).
+`eval.attention_logits` those on `val` have `max_logit`: each block's largest attention logit (null without one). With
+`train.dynamics_every` some training lines have `dynamics`: measure -> its value in each block (null without one).
 """
 
 from __future__ import annotations

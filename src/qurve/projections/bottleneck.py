@@ -155,11 +155,13 @@ class Bottleneck(ProjectionConfig):
         return specs
 
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
-        n_BTD = self._pre(p, x_BTD)
-        h_BTR = F.activate(self.activation, F.wide(F.linear(n_BTD, p.w1, p.get("b1"))))
-        anchored_BTD = x_BTD if self.norm_stage == "coupled" else n_BTD
+        anchored_BTD = x_BTD if self.norm_stage == "coupled" else self._pre(p, x_BTD)
         anchor_BTO = F.linear(anchored_BTD, p.weight) if self.anchor == "linear" else anchored_BTD
-        return self._together(p, anchor_BTO, h_BTR)
+        return self._together(p, anchor_BTO, self.units(p, x_BTD))
+
+    def units(self, p: Projection, x_BTD: Tensor) -> Tensor:
+        """The bottleneck's units `a(pre(x) W1)`, `[B, T, R]`."""
+        return F.activate(self.activation, F.wide(F.linear(self._pre(p, x_BTD), p.w1, p.get("b1"))))
 
     def stem_rows(self, dims: Dims) -> int:
         return self.rank(dims) + (dims.d_out if self.anchor == "linear" else 0)

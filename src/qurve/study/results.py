@@ -25,6 +25,7 @@ from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
 from qurve.study.axes import Range
 from qurve.study.batches import BatchProof, identical_batches
+from qurve.study.dynamics import Measures, measures_of
 from qurve.study.same_run import check_run
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
@@ -53,6 +54,8 @@ class Run:
     """(step, loss on the test split), as `val`."""
     split: str = "val"
     """The split that the study reports on."""
+    dynamics: tuple[tuple[int, Measures], ...] = ()
+    """(step, measure -> its value in each block), ascending, of the steps at which they were recorded."""
 
     @property
     def finished(self) -> bool:
@@ -328,6 +331,7 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
         environment=environment,
         test=_losses(test),
         split=split,
+        dynamics=measures_of(train),
     )
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from fake_study import BASELINE, arm, grid, write_study
+from fake_study import BASELINE, arm, grid, record, write_study
 from markupsafe import escape
 
 from qurve.study.drawing import heatmap
@@ -15,6 +15,8 @@ from qurve.study.results import load
 
 OF_MAPS = ("Stability over rate and decay", "Published claims of stability")
 """Sections of studies alone that have a grid of rates and decays."""
+OF_SOME = (*OF_MAPS, "Dynamics")
+"""Sections that not every study has."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def test_a_section_is_one_entry_and_one_function(undrawn, results):
     assert f'aria-label="{escape("Loss by rate & decay")}"' in text
     assert ">diverged</td>" in text
     titles = re.findall(r'<h2 id="section-\d+">([^<]*)</h2>', text)
-    own = [section.title for section in SECTIONS if section.title not in OF_MAPS]
+    own = [section.title for section in SECTIONS if section.title not in OF_SOME]
     assert titles == [own[0], "Stability", *own[1:]]
     assert re.findall(r'<li><a href="#section-\d+">([^<]*)</a>', text) == titles
 
@@ -158,6 +160,19 @@ def test_other_studies_have_no_map_and_their_spikes_and_logits(undrawn, tmp_path
     assert 'id="claims"' not in text
     words = " ".join(re.sub("<[^>]*>", " ", text[text.index('id="smoothness"') :]).split())
     assert re.search(r"Baseline 3 0.0 0 – ", words)
+
+
+def test_dynamics_are_a_figure_a_kind_with_numbers(undrawn, tmp_path):
+    write_study(tmp_path, (BASELINE, arm("new", "New")), seeds=(1, 2), search=False)
+    for seed in (1, 2):
+        record(tmp_path, "new", seed, {"query.f_to_x": [None, 0.5 * seed], "key.norm": [1.0, 2.0]})
+    text = page(load(tmp_path))
+    assert re.findall(r'<figure id="(dynamics-[a-z]*)"', text) == ["dynamics-norms", "dynamics-f"]
+    assert re.findall(r'data-plot="(dynamics-[a-z]*)"', text) == ["dynamics-norms", "dynamics-f"]
+    words = " ".join(re.sub("<[^>]*>", " ", text).split())
+    assert "New, Q, block 1 0.76 1.75 2.75 3.75 4.75" in words
+    assert "Solid: W_K." in words
+    assert "New, Q, block 0" not in words
 
 
 def test_worth_costs_and_noise_are_told_with_what_is_not_known(undrawn, results):
