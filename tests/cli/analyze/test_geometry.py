@@ -89,9 +89,12 @@ def test_a_study_tells_what_goes_with_its_gains(
 ) -> None:
     """Two arms with nonlinear queries, which gain; two linear ones, which hardly do."""
     gains = {"a": 0.01, "b": 0.02, "c": 0.06, "d": 0.07}
-    write_study(tmp_path / "study", (BASELINE, *(arm(n, n.upper(), g) for n, g in gains.items())), seeds=(1,))
-    for name in ("baseline", *gains):
-        source, folder = bent if name in "cd" else finished, tmp_path / "study" / "runs" / name / "seed-1"
+    arms = {BASELINE["name"]: BASELINE, **{n: arm(n, n.upper(), g) for n, g in gains.items()}}
+    sources = {name: bent if name in "cd" else finished for name in arms}
+    own = [{**one, "config": sources[name].config_json()[0]} for name, one in arms.items()]
+    write_study(tmp_path / "study", tuple(own), seeds=(1,))
+    for name, source in sources.items():
+        folder = tmp_path / "study" / "runs" / name / "seed-1"
         (folder / "config.json").write_text(source.config_file.read_text())
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         (folder / "checkpoints").symlink_to(source.checkpoints)

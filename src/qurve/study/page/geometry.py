@@ -44,7 +44,7 @@ def geometry_page(title: str, words: Sequence[str], layers: Sequence[LayerHull],
             css=Markup(text("page.css")),
             scripts=[script(source) for source in (plotly(), text("page.js"))],
             plot=Markup(safe_json(spectra_plot(layers))),
-            sections=[{"title": name, "fragment": Markup(html)} for name, html in parts],
+            sections=[{"title": name, "fragment": Markup(html), "folded": False} for name, html in parts],
         )
     )
 

@@ -36,7 +36,7 @@ def mechanism_page(title: str, words: Sequence[str], tree: dict[str, Any], table
             results={"title": title, "words": words},
             css=Markup(text("page.css")),
             scripts=[],
-            sections=[{"title": name, "fragment": Markup(html)} for name, html in parts],
+            sections=[{"title": name, "fragment": Markup(html), "folded": False} for name, html in parts],
         )
     )
 
