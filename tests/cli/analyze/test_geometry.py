@@ -61,6 +61,7 @@ def test_a_run_tells_its_bounds_spectra_curvature_and_condition(
     page = (tmp_path / "new" / "out" / "geometry.html").read_text()
     assert 'data-plot="spectra"' in page
     assert "Condition numbers" in page
+    assert "</svg>" in (tmp_path / "new" / "out" / "spectra.svg").read_text()
 
 
 def test_every_checkpoint_is_measured_on_the_same_tokens(bent: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

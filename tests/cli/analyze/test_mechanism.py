@@ -62,6 +62,7 @@ def test_the_document_has_it_all(
     found = document(capsys, run.path, windows=4, against=against, out=out)
     assert json.loads((out / "mechanism.json").read_text()) == found
     assert "<figure" in (out / "mechanism.html").read_text()
+    assert all("</svg>" in (out / f"{name}.svg").read_text() for name in ("interventions", "conjunctions"))
     assert [found[name] for name in ("step", "split", "windows", "context", "fitted_on")] == [4, "val", 4, 32, 4]
 
     model, starts = GPT.from_run(run.path), fixed_eval_windows(len(data.split("val")), context=32, count=8)

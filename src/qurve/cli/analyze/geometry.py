@@ -52,7 +52,10 @@ def geometry(
     ] = False,
     data: Annotated[Path | None, option(metavar="DIR", help="Where the run's data is now.")] = None,
     out: Annotated[
-        Path | None, option(metavar="DIR", help="Also leave geometry.json and, of a run, the page geometry.html here.")
+        Path | None,
+        option(
+            metavar="DIR", help="Also leave geometry.json here and, of a run, the page geometry.html and spectra.svg."
+        ),
     ] = None,
     device: Device = None,
     as_json: Json = False,
@@ -77,12 +80,14 @@ def geometry(
             for table in _tables(found):
                 show(table, console)
         if out is not None:
-            from qurve.study.page.geometry import geometry_page
+            from qurve.study.drawing import WIDE, svg
+            from qurve.study.page.geometry import draw_spectra, geometry_page
 
             newest = found[-1]
             words = [f"Step {newest.step:,}; {newest.tokens:,} tokens of validation text."]
             page = geometry_page(f"Geometry of {run.name}", words, newest.hulls, _tables(found))
-            leave(out, {"geometry.html": page}, plain(console))
+            figure = svg(draw_spectra(newest.hulls, WIDE), "spectra", themed=False)
+            leave(out, {"geometry.html": page, "spectra.svg": figure}, plain(console))
     leave(out, {"geometry.json": as_text(tree)}, plain(console))
     if as_json:
         print(json.dumps(tree, allow_nan=False))

@@ -57,7 +57,7 @@ def mechanism(
     ] = WINDOWS,
     data: Annotated[Path | None, option(metavar="DIR", help="Where the run's data is now.")] = None,
     out: Annotated[
-        Path | None, option(metavar="DIR", help="Also leave mechanism.json and mechanism.html here.")
+        Path | None, option(metavar="DIR", help="Also leave mechanism.json, mechanism.html and its figures here.")
     ] = None,
     device: Device = None,
     as_json: Json = False,
@@ -88,11 +88,11 @@ def mechanism(
     tree |= _scale(opened)
     tree["attention"] = [_attention(opened, path, other) for path, other in others]
     if out is not None:
-        from qurve.study.page.mechanism import mechanism_page
+        from qurve.study.page.mechanism import figures, mechanism_page
 
         words = [f"Step {tree['step']:,}; {tree['windows']} windows of {tree['context']:,} tokens of validation text."]
         page = mechanism_page(f"What f does in {run.name}", words, tree, tables(tree))
-        leave(out, {"mechanism.json": as_text(tree), "mechanism.html": page}, say)
+        leave(out, {"mechanism.json": as_text(tree), "mechanism.html": page, **figures(tree)}, say)
     if as_json:
         print(json.dumps(tree, allow_nan=False))
         return 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from qurve.study.drawing import INK, PALETTE, blank, legend, styled
+from qurve.study.drawing import INK, PALETTE, WIDE, blank, legend, styled, svg
 from qurve.study.page.pieces import environment, in_table, picture, text
 from qurve.study.worth import Table
 
@@ -39,6 +39,17 @@ def mechanism_page(title: str, words: Sequence[str], tree: dict[str, Any], table
             sections=[{"title": name, "fragment": Markup(html), "folded": False} for name, html in parts],
         )
     )
+
+
+def figures(tree: dict[str, Any]) -> dict[str, str]:
+    """The page's figures by file name, as SVG."""
+    if "interventions" not in tree:
+        return {}
+    drawn = {
+        "interventions": draw_interventions(tree["interventions"], WIDE),
+        "conjunctions": draw_conjunctions(tree["probes"]["trained"]["conjunctions"], WIDE),
+    }
+    return {f"{name}.svg": svg(figure, name, themed=False) for name, figure in drawn.items()}
 
 
 def _interventions(tree: dict[str, Any]) -> str:
