@@ -3,10 +3,11 @@
 The paper's three architectures and `W_Q = I` at about a million parameters, and a norm-free baseline with a skip over
 attention alone, where theorems let every query be absorbed: 15 runs of about a minute, which keep checkpoints and
 record dynamics. (No `--pool`: its runs may have been made without.) Then every `qurve analyze` command looks into them,
-and leaves its pages and figures in the study's folder.
+and leaves pages and figures in the run's folder, to which the report leads.
 
     qurve compare experiments/theory.py --out runs/theory
     python experiments/theory.py --study runs/theory
+    qurve report runs/theory
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from qurve.study.curves import band, thinned
 from qurve.study.definition import LABELS, Arm, Study
 from qurve.study.dynamics import curves_of, panels
 from qurve.study.evidence import compact_evidence
+from qurve.study.page.sections import ANALYSIS
 from qurve.study.provenance import folder_of
 from qurve.study.results import Run, StudyResults, load
 
@@ -68,9 +70,10 @@ def analysed(command: Callable[..., int], folder: Path, out: Path, **options: An
     return found
 
 
-def of_run(results: StudyResults, run: Run, out: Path) -> Tree:
+def of_run(results: StudyResults, run: Run) -> Tree:
     """Every command's findings, without what only a page needs."""
-    folder, seeds = folder_of(results, run), [seed for seed in results.seeds if seed != run.seed]
+    folder, out = folder_of(results, run), folder_of(results, run) / ANALYSIS
+    seeds = [seed for seed in results.seeds if seed != run.seed]
     beside = (results.folder / "runs" / run.arm / f"seed-{seeds[0]}",) if seeds else ()
     base = results.folder / "runs" / results.baseline.name / f"seed-{run.seed}"
     against = beside + ((base,) if run.arm == LAYER else ())
@@ -150,7 +153,7 @@ def _without(tree: Tree, *names: str) -> Tree:
 
 
 def dynamics(results: StudyResults) -> Tree:
-    """arm -> measure -> block -> (step, mean over the finished seeds), at some of the steps; empty where it has none."""
+    """arm -> measure -> block -> (step, mean over the finished seeds), at some steps; empty where it has none."""
     shown = panels(results)
     measures = {name for run in results.runs for _, record in run.dynamics for name in record}
     return {
@@ -178,20 +181,17 @@ def main() -> None:
     parser.add_argument("--stability", type=Path, default=RESULTS / "stability.json", help="that study's evidence")
     parser.add_argument("--out", type=Path, default=RESULTS / "theory.json")
     args = parser.parse_args()
-    results, pages = load(args.study), args.study / "analysis"
-    runs = {
-        arm.name: {run.seed: of_run(results, run, pages / f"{arm.name}-{run.seed}") for run in arm.finished}
-        for arm in results.arms
-    }
+    results = load(args.study)
+    runs = {arm.name: {run.seed: of_run(results, run) for run in arm.finished} for arm in results.arms}
     found = {
         **compact_evidence(results),
         "runs": runs,
-        "against_gains": _without(analysed(geometry, args.study, pages / "study"), "study"),
+        "against_gains": _without(analysed(geometry, args.study, args.study / ANALYSIS), "study"),
         "dynamics": dynamics(results),
         "logit_growth": logit_growth(args.stability),
     }
     write_atomic(args.out, json.dumps(found, indent=1) + "\n")
-    print(f"wrote {args.out}; pages and figures are in {pages}")
+    print(f"wrote {args.out}; pages and figures are in the runs' folders")
 
 
 if __name__ == "__main__":

@@ -92,4 +92,4 @@ def test_trained_models_are_looked_into(
     assert [row["layer"] for row in layer["mechanism"]["probes"]["trained"]["conjunctions"]] == [0, 1]
     assert set(found["dynamics"]) == set(changes)
     assert "why_none" in found["against_gains"]["associations"]["bent"]
-    assert (study / "analysis" / "res-gelu-1" / "spectra.svg").exists()
+    assert (study / "runs" / "res-gelu" / "seed-1" / "analysis" / "spectra.svg").exists()

@@ -15,7 +15,7 @@ from qurve.study.results import load
 
 OF_MAPS = ("Stability over rate and decay", "Published claims of stability")
 """Sections of studies alone that have a grid of rates and decays."""
-OF_SOME = (*OF_MAPS, "Dynamics")
+OF_SOME = (*OF_MAPS, "Dynamics", "Looked into")
 """Sections that not every study has."""
 
 
@@ -173,6 +173,20 @@ def test_dynamics_are_a_figure_a_kind_with_numbers(undrawn, tmp_path):
     assert "New, Q, block 1 0.76 1.75 2.75 3.75 4.75" in words
     assert "Solid: W_K." in words
     assert "New, Q, block 0" not in words
+
+
+def test_pages_of_single_runs_are_led_to(undrawn, tmp_path):
+    write_study(tmp_path, (BASELINE, arm("new", "New")), seeds=(1, 2), search=False)
+    pages = tmp_path / "runs" / "new" / "seed-2" / "analysis"
+    pages.mkdir()
+    for name in ("mechanism.html", "geometry.html", "geometry.json"):
+        (pages / name).touch()
+    text = page(load(tmp_path))
+    section = re.search(r"Looked into</h2>(.*?)</section>", text, flags=re.DOTALL)[1]
+    links = re.findall(r'<a href="([^"]*)">([^<]*)</a>', section)
+    assert [name for _, name in links] == ["geometry", "mechanism"]
+    assert all((tmp_path / "report" / link).resolve().exists() for link, _ in links)
+    assert "New, seed 2:" in section
 
 
 def test_worth_costs_and_noise_are_told_with_what_is_not_known(undrawn, results):

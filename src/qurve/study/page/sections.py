@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from qurve.runfolder import MEASURED
 from qurve.study import tables
@@ -19,7 +20,7 @@ from qurve.study.figures import colour_index, figures_of
 from qurve.study.page.dynamics import dynamics_section
 from qurve.study.page.pieces import Numbers, Section, aside, in_table, macro, numbers_of, picture
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
-from qurve.study.provenance import commands, provenance, single_run
+from qurve.study.provenance import commands, folder_of, provenance, single_run
 from qurve.study.results import Arm, StudyResults
 from qurve.study.settings import changed_settings, in_words
 from qurve.study.statistics import comparisons, summary_rows
@@ -27,6 +28,8 @@ from qurve.study.worth import costs_table, gains_table, noise_table, savings_tab
 
 UNSAID = ("format", *MEASURED)
 """Of a run's environment: the costs have what was measured."""
+ANALYSIS = "analysis"
+"""The folder inside of a run's in which the report looks for pages of `qurve analyze`."""
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -163,6 +166,18 @@ def _grid(results: StudyResults) -> dict[str, Any] | None:
     return {"arms": arms, "rows": list(zip(points, cells, strict=True)), "floors": floors}
 
 
+def _looked_into(results: StudyResults) -> str | None:
+    """Links to what `qurve analyze` left of runs in their folders."""
+    rows = []
+    for arm in results.arms:
+        for run in arm.runs.values():
+            pages = sorted((folder_of(results, run) / ANALYSIS).glob("*.html"))
+            links = [(page.stem, f"../{quote(page.relative_to(results.folder).as_posix())}") for page in pages]
+            if links:
+                rows.append((arm, run.seed, links))
+    return macro("looked_into", rows) if rows else None
+
+
 def _changed(results: StudyResults) -> str:
     return macro("changed", results, changed_settings(results))
 
@@ -212,6 +227,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("Search", _search),
     Section("Spikes and attention logits", smoothness_section, by_arm=True),
     Section("Dynamics", dynamics_section, by_arm=True),
+    Section("Looked into", _looked_into, by_arm=True),
     Section("Every run", _runs, by_arm=True),
     Section("What differed between the arms", _changed, by_arm=True),
     Section("Identical batches", lambda results: macro("batches", results)),
