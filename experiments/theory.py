@@ -39,7 +39,7 @@ from qurve.study.provenance import folder_of
 from qurve.study.results import Run, StudyResults, load
 
 RESULTS = Path(__file__).parents[1] / "results"
-LAYER, SKIPLESS = "res-gelu", "attention-skip"
+LAYER = "res-gelu"
 STEPS_SHOWN = 6
 """Of the recorded dynamics."""
 Tree = dict[str, Any]
@@ -58,7 +58,9 @@ STUDY = Study(
     (
         *(small(arm, f"small/{arm}", LABELS[arm]) for arm in ("baseline", "mlp-4.75", LAYER)),
         small("identity", "small/baseline", "W_Q = I", query=Identity(), attention_scale=HALVED),
-        small(SKIPLESS, "small/baseline", "Norm-free, one skip", residual=Skip("none", attention=True, mlp=False)),
+        small(
+            "attention-skip", "small/baseline", "Norm-free, one skip", residual=Skip("none", attention=True, mlp=False)
+        ),
     ),
 )
 
@@ -77,9 +79,8 @@ def of_run(results: StudyResults, run: Run) -> Tree:
     beside = (results.folder / "runs" / run.arm / f"seed-{seeds[0]}",) if seeds else ()
     base = results.folder / "runs" / results.baseline.name / f"seed-{run.seed}"
     against = beside + ((base,) if run.arm == LAYER else ())
-    weights = ("query", "output") if run.arm == SKIPLESS else ("query",)
     return {
-        "redundancy": _redundancy(analysed(redundancy, folder, out, weights=weights)),
+        "redundancy": _redundancy(analysed(redundancy, folder, out)),
         "symmetry": _symmetry(analysed(symmetry, folder, out)),
         "geometry": _geometry(analysed(geometry, folder, out, every_checkpoint=run.arm == LAYER)),
         "mechanism": _mechanism(analysed(mechanism, folder, out, against=against)),

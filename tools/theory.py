@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 EVIDENCE = Path(__file__).parents[1] / "results" / "theory.json"
-LAYER, ABSORBED = "res-gelu", "attention-skip"
+LAYER = "res-gelu"
 Tree = dict[str, Any]
 
 

@@ -84,6 +84,7 @@ def test_trained_models_are_looked_into(
     found = json.loads((tmp_path / "theory.json").read_text())
     assert {name: list(runs) for name, runs in found["runs"].items()} == {name: ["1", "2"] for name in changes}
     one_skip, layer, base = (found["runs"][name]["1"] for name in ("attention-skip", "res-gelu", "baseline"))
+    assert {verdict["outcome"] for verdict in one_skip["redundancy"]["verdicts"]} == {"identity"}
     assert one_skip["redundancy"]["exact"]["relative"] < 1e-10
     assert {verdict["outcome"] for verdict in base["redundancy"]["verdicts"]} == {"kept"}
     assert [checkpoint["step"] for checkpoint in layer["geometry"]] == [2, 4]
