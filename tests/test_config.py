@@ -167,6 +167,7 @@ NOT_HASHED = {
     "train.parallel",
     "train.activation_checkpointing",
     "train.trackers",
+    "train.dynamics_every",
     "train.log_every",
     "eval.attention_logits",
 }

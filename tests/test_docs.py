@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import runpy
 import subprocess
@@ -79,6 +80,29 @@ def test_the_guide_explains_every_figure_of_a_row() -> None:
     text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
     keys = re.findall(r"^\| (`.*?) \| ", text.partition("### A row's figures")[2], flags=re.MULTILINE)
     assert re.findall(r"`(\w+)`", " ".join(keys)) == list(CSV_KEYS)
+
+
+def test_each_statement_of_the_theory_has_its_function_and_its_test() -> None:
+    text = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| statement \| function \| test \|\n\|[-|]*\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for table in tables for row in table.splitlines()]
+    assert len(rows) > 90
+    defined = {
+        name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    }
+    for statement, functions, tests in rows:
+        for name in spans(functions, statement):
+            assert pydoc.locate(f"qurve.analysis.{name}") or pydoc.locate(f"qurve.{name}"), name
+        assert set(spans(tests, statement)) <= defined
+
+
+def spans(cell: str, row: str) -> list[str]:
+    """What stands in a cell as code, one thing at least."""
+    found = re.findall(r"`([\w.]+)`", cell)
+    assert found, row
+    return found
 
 
 def snippets(text: str) -> list[str]:

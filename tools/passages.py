@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import theory
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -120,6 +122,12 @@ def torture() -> str:
     )
 
 
+def what_was_found() -> str:
+    if not theory.EVIDENCE.exists():
+        return f"**Not run yet**: `{theory.EVIDENCE.name}` is not among the results."
+    return theory.passage(evidence("theory"))
+
+
 PASSAGES = {
     "README.md": {"small-compare": small_compare, "train-cpu": train_cpu},
     "docs/reliability.md": {
@@ -127,6 +135,7 @@ PASSAGES = {
         "deterministic-cpu": deterministic_cpu,
         "torture": torture,
     },
+    "docs/theory.md": {"theory": what_was_found},
 }
 
 

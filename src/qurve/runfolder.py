@@ -12,7 +12,8 @@ from 1, update k uses order index k - 1; `tokens` and `seconds` are cumulative o
 compilation are not in `seconds`). Evaluation lines: `step split loss tokens`, after update `step` (0: untrained);
 `tokens` counts those that the loss is on. With a mixture of experts they have `expert_usage` too: for each block, the
 share of its tokens' choices that each expert got (an empty list for a block without experts). With
-`eval.attention_logits` those on `val` have `max_logit`: each block's largest attention logit (null without one).
+`eval.attention_logits` those on `val` have `max_logit`: each block's largest attention logit (null without one). With
+`train.dynamics_every` some training lines have `dynamics`: measure -> its value in each block (null without one).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from qurve.errors import BadInput
+from qurve.errors import BadInput, did_you_mean
 from qurve.files import LOCK, remove, write_atomic
 
 FORMAT = 1
@@ -203,6 +204,13 @@ class RunFolder:
         if not steps:
             raise BadInput(f"{self.path} holds no checkpoint (looked for {self.checkpoints}/step-*)")
         return self.checkpoint(steps[-1])
+
+    def kept_checkpoint(self, step: int) -> Path:
+        """The checkpoint of one step; `BadInput`, naming those there are, where it was not kept."""
+        steps = self.checkpoint_steps()
+        if step not in steps:
+            raise BadInput(f"{self.path} has no checkpoint of step {step}{did_you_mean(str(step), map(str, steps))}")
+        return self.checkpoint(step)
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:

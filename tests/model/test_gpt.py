@@ -274,6 +274,15 @@ def test_from_run_reads_the_newest_checkpoint(trained: tuple[GPT, RunFolder]) ->
         assert torch.equal(loaded(ids_BT), model.eval()(ids_BT))
 
 
+def test_from_run_reads_the_checkpoint_of_a_step(trained: tuple[GPT, RunFolder]) -> None:
+    model, run = trained
+    earlier, ids_BT = GPT(model.config, seed=3).eval(), tokens()
+    assert torch.equal(GPT.from_run(run.path, 9)(ids_BT), earlier(ids_BT))
+    assert torch.equal(GPT.from_run(run.path, 10)(ids_BT), model.eval()(ids_BT))
+    with pytest.raises(BadInput, match="has no checkpoint of step 8; there are: 9, 10"):
+        GPT.from_run(run.path, 8)
+
+
 def test_what_is_no_run_is_named(trained: tuple[GPT, RunFolder], tmp_path: Path) -> None:
     _, run = trained
     with pytest.raises(BadInput, match=r"nowhere is not a run folder: it has no config\.json"):

@@ -150,6 +150,18 @@ def test_each_token_stands_alone(case: Case) -> None:
 
 
 @every_case
+@torch.no_grad()
+def test_outputs_stay_within_their_reach(case: Case) -> None:
+    """Input and output side by side span no more than the input does and what goes beyond a linear term."""
+    x_MD = torch.randn(150, D, dtype=torch.float64)
+    y_MO, reach = alone(case.build(), x_MD), case.config.reach(case.dims)
+    together = torch.cat([x_MD, y_MO], dim=-1) if reach.linear else y_MO
+    rank = torch.linalg.matrix_rank(together - together.mean(0), rtol=1e-9)
+    assert rank <= D * reach.linear + reach.beyond
+    assert 0 <= reach.beyond <= case.dims.d_out
+
+
+@every_case
 def test_costs_are_the_built_modules(case: Case) -> None:
     with torch.device("meta"):
         dims, x_BTD = case.dims, torch.empty(2, 7, D)

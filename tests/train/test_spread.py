@@ -25,6 +25,7 @@ SETTINGS = (
     "eval.every=8",
     "eval.windows=7",
     "eval.attention_logits=true",
+    "train.dynamics_every=10",
     "model.query=bottleneck",
     "model.dropout=0.1",
 )
@@ -54,6 +55,12 @@ def assert_same_run(run: RunFolder, alone: RunFolder) -> None:
     assert measured == pytest.approx(due, abs=1e-4)
     logits = [line["max_logit"] for r in (run, alone) for line in r.eval_lines() if line["step"] == 20]
     assert logits[0] == pytest.approx(logits[1], rel=1e-3)
+    seen = [{line["step"]: line["dynamics"] for line in r.train_lines() if "dynamics" in line} for r in (run, alone)]
+    assert seen[0].keys() == seen[1].keys() == {1, 10, 20}
+    for step, measures in seen[1].items():
+        assert seen[0][step].keys() == measures.keys()
+        for measure, values in measures.items():
+            assert seen[0][step][measure] == pytest.approx(values, rel=1e-4 if step == 1 else 2e-2, abs=1e-3), measure
     for name in ("model", "optimizer"):
         ours, theirs = (load_file(r.latest_checkpoint() / f"{name}.safetensors") for r in (run, alone))
         assert ours.keys() == theirs.keys()

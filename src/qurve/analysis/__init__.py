@@ -1,1 +1,1 @@
-"""Measurements on models: what a projection does to attention."""
+"""The paper's statements on models as running code: what each one is and where it is tested, `docs/theory.md` says."""

@@ -93,12 +93,24 @@ def _see(largest: LargestLogits, layers: Iterator[int], attention: Attention, ar
 
 def largest_logit(q_BHTE: Tensor, k_BGTE: Tensor, view: View, window: int | None, scale: float) -> Tensor:
     """The largest `|scale * q . k|` over the visible pairs, a scalar on the device; not finite where a logit is not."""
+    largest: Tensor = wide(q_BHTE).new_zeros(())
+    for logits_BGRtS, visible in visible_logits(q_BHTE, k_BGTE, view, window, scale):
+        if visible is not None:
+            logits_BGRtS = logits_BGRtS.masked_fill(~visible, 0.0)
+        largest = torch.maximum(largest, logits_BGRtS.abs().amax())
+    return largest
+
+
+def visible_logits(
+    q_BHTE: Tensor, k_BGTE: Tensor, view: View, window: int | None, scale: float
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """`scale * q . k` in float32 or wider, in parts of the queries `[B, G, R, t, S]`, each with what is true for the
+    pairs that are visible (None: all are). Padding sees nothing."""
     batch, heads, length, width = q_BHTE.shape
     q_BGRTE = wide(q_BHTE).reshape(batch, k_BGTE.shape[1], -1, length, width)
     k_BG1ET = wide(k_BGTE).transpose(-1, -2)[:, :, None]
     mask, is_causal = view.mask(window)
     real_BT, at_T = view.real_BT, torch.arange(length, device=q_BHTE.device)
-    largest: Tensor = q_BGRTE.new_zeros(())
     size = max(1, MOST_NUMBERS // (batch * heads * length))
     for begin in range(0, length, size):
         end = min(begin + size, length)
@@ -110,7 +122,4 @@ def largest_logit(q_BHTE: Tensor, k_BGTE: Tensor, view: View, window: int | None
             visible = mask[:, :, None, begin:end]
             if real_BT is not None:  # padding sees itself, and that is nothing that anybody attends to
                 visible = visible & real_BT[:, None, None, begin:end, None]
-        if visible is not None:
-            logits_BGRtS = logits_BGRtS.masked_fill(~visible, 0.0)
-        largest = torch.maximum(largest, logits_BGRtS.abs().amax())
-    return largest
+        yield logits_BGRtS, visible

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import tyro
 from rich.console import Console
 
+from qurve.cli.analyze import analyze
 from qurve.cli.generating import generate
 from qurve.cli.preparing import prepare
 from qurve.cli.runs import plan, presets, train
@@ -36,9 +37,10 @@ app.command(
     name="study",
     help="How far a study is, what it would take, its noise over documents, ladders: status, plan, documents, ladder.",
 )
+app.command(analyze, name="analyze", help="Look into a trained model: redundancy, symmetry, geometry, mechanism.")
 for _command in (watch, presets, plan):
     app.command(_command)
-COMMANDS = ("compare", "train", "generate", "prepare", "report", "study", "watch", "presets", "plan")
+COMMANDS = ("compare", "train", "generate", "prepare", "report", "study", "analyze", "watch", "presets", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

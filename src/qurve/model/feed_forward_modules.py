@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qurve.model.config import ModelConfig
 from qurve.model.feed_forward import Dense, Gated, MixtureOfExperts
 from qurve.projections import Linear
-from qurve.projections.functional import activate
+from qurve.projections.functional import activate, wide
 from qurve.projections.module import project
 
 
@@ -60,7 +60,7 @@ class ExpertFeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, None]:
         x_MD = x_BTD.flatten(0, -2)
-        probability_MN = self.router(x_MD).float().softmax(-1)
+        probability_MN = wide(self.router(x_MD)).softmax(-1)
         weight_MK, chosen_MK = probability_MN.topk(self.kind.active, dim=-1)
         weight_MK = (weight_MK / weight_MK.sum(-1, keepdim=True)).to(x_MD.dtype)
         usage_N = torch.bincount(chosen_MK.flatten(), minlength=self.kind.experts).float() / chosen_MK.numel()

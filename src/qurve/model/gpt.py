@@ -109,8 +109,9 @@ class GPT(nn.Module):
         """Each expert's share of the choices `[N]` in the last forward pass, by block, where there are experts."""
 
     @classmethod
-    def from_run(cls, folder: str | os.PathLike[str]) -> GPT:
-        """The newest checkpoint of a run's folder, in evaluation mode, on the CPU. `BadInput` if there is none."""
+    def from_run(cls, folder: str | os.PathLike[str], step: int | None = None) -> GPT:
+        """The newest checkpoint of a run's folder, or the one of `step`, in evaluation mode, on the CPU. `BadInput` if
+        there is none."""
         from safetensors import safe_open
         from safetensors.torch import load_file
 
@@ -119,7 +120,7 @@ class GPT(nn.Module):
         if tree.get("format") != FORMAT:
             raise BadInput(f"{run.config_file} is of format {tree.get('format')!r}; this version reads format {FORMAT}")
         config = from_dict(ModelConfig, tree.get("model"), "model")
-        file = run.latest_checkpoint() / "model.safetensors"
+        file = (run.latest_checkpoint() if step is None else run.kept_checkpoint(step)) / "model.safetensors"
         check_manifest(file.parent, file.name)
         try:
             with safe_open(file, framework="pt") as opened:

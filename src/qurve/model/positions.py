@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qurve.config import Choice, check_values
 from qurve.errors import BadInput
+from qurve.projections.functional import wide
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,11 +94,11 @@ def rotations(config: Rope, positions_BT: Tensor, width: int) -> tuple[Tensor, T
 
 
 def rotate(config: Rope, x_BHTE: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair of channels by its angle, in float32; the result has the input's dtype."""
+    """Turn each pair of channels by its angle, in float32 or wider; the result has the input's dtype."""
     import torch
 
     cos, sin = rotation
-    x = x_BHTE.float()
+    x = wide(x_BHTE)
     a, b = (x[..., 0::2], x[..., 1::2]) if config.layout == "interleaved" else x.chunk(2, dim=-1)
     turned = a * cos - b * sin, a * sin + b * cos
     joined = torch.stack(turned, dim=-1).flatten(-2) if config.layout == "interleaved" else torch.cat(turned, dim=-1)

@@ -4,10 +4,20 @@
 one matrix product. A new projection costs one file and one line here.
 """
 
-from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig
+from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig, Reach
 from qurve.projections.bottleneck import Bottleneck
 from qurve.projections.identity import Identity, Residual
 from qurve.projections.linear import Linear
 from qurve.projections.mlp_reuse import MLPReuse
 
-__all__ = ["Bottleneck", "Dims", "Identity", "Linear", "MLPReuse", "ParameterSpec", "ProjectionConfig", "Residual"]
+__all__ = [
+    "Bottleneck",
+    "Dims",
+    "Identity",
+    "Linear",
+    "MLPReuse",
+    "ParameterSpec",
+    "ProjectionConfig",
+    "Reach",
+    "Residual",
+]

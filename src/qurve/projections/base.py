@@ -44,6 +44,19 @@ class ParameterSpec(NamedTuple):
     init: Literal["normal", "ones", "zeros"] = "normal"
 
 
+class Reach(NamedTuple):
+    """Where outputs can lie: `W x + c + g(x)`, with a linear term or without, and a rest `g` that spans few dimensions.
+
+    The paper's appendix B.2 asks for it: a linear term costs queries, keys and values together no more dimensions than
+    their input has, whatever is not linear costs its own.
+    """
+
+    linear: bool
+    """Whether there is a linear term."""
+    beyond: int
+    """At most how many dimensions `g` spans, of which nothing else is assumed."""
+
+
 class Moments(NamedTuple):
     """Mean squares of the entries that a projection reads."""
 
@@ -117,6 +130,10 @@ class ProjectionConfig(Choice):
     def identity_term(self) -> float:
         """`c`, where the output is `c x` plus something else; 0 where the input is no term of its own."""
         return 0.0
+
+    def reach(self, dims: Dims) -> Reach:
+        """Where its outputs can lie, for any weights; of a kind that does not say, anywhere."""
+        return Reach(False, dims.d_out)
 
     def num_params(self, dims: Dims) -> int:
         return sum(math.prod(spec.shape) for spec in self.parameters(dims).values())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from qurve.config import or_else
 from qurve.ops.heads import WIDEST
 from qurve.projections import functional as F
-from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig
+from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig, Reach
 from qurve.projections.functional import Activation, Norm
 from qurve.projections.identity import beside_identity, require_square
 
@@ -119,6 +119,21 @@ class Bottleneck(ProjectionConfig):
             found["weight"] = (whole if self.start == "exact" else f) / math.sqrt(dims.d_in * m_anchor)
         return found
 
+    def reach(self, dims: Dims) -> Reach:
+        """`f` stays within the R columns of `W2`: the post-norm scales a token's row, and a LayerNorm's centring sends
+        them into the `O - 1` dimensions whose entries sum to zero (its gain only tilts those). A bias before the norm
+        is scaled with them, and is one direction more; one after it is the same for all tokens. A separate stage's
+        norms divide the anchor by each token's own size, so that it is no linear term any more.
+        """
+        has_norm = self.pre_norm != "none" or self.post_norm != "none"
+        if self.activation == "identity" and not has_norm:
+            return Reach(True, 0)
+        most = dims.d_out - (self.post_norm == "layernorm")
+        if self.norm_stage == "separate" and has_norm and self.anchor != "none":
+            return Reach(False, most)
+        columns = self.rank(dims) + (dims.bias and self.post_norm != "none")
+        return Reach(self.anchor != "none", min(columns, most))
+
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         d_in, d_out, bias, _ = dims
         rank = self.rank(dims)
@@ -140,11 +155,13 @@ class Bottleneck(ProjectionConfig):
         return specs
 
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
-        n_BTD = self._pre(p, x_BTD)
-        h_BTR = F.activate(self.activation, F.wide(F.linear(n_BTD, p.w1, p.get("b1"))))
-        anchored_BTD = x_BTD if self.norm_stage == "coupled" else n_BTD
+        anchored_BTD = x_BTD if self.norm_stage == "coupled" else self._pre(p, x_BTD)
         anchor_BTO = F.linear(anchored_BTD, p.weight) if self.anchor == "linear" else anchored_BTD
-        return self._together(p, anchor_BTO, h_BTR)
+        return self._together(p, anchor_BTO, self.units(p, x_BTD))
+
+    def units(self, p: Projection, x_BTD: Tensor) -> Tensor:
+        """The bottleneck's units `a(pre(x) W1)`, `[B, T, R]`."""
+        return F.activate(self.activation, F.wide(F.linear(self._pre(p, x_BTD), p.w1, p.get("b1"))))
 
     def stem_rows(self, dims: Dims) -> int:
         return self.rank(dims) + (dims.d_out if self.anchor == "linear" else 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qurve.projections import functional as F
-from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig
+from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig, Reach
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,9 @@ class Identity(ProjectionConfig):
     def preserving(self, dims: Dims, moments: Moments) -> Mapping[str, float]:
         return {}
 
+    def reach(self, dims: Dims) -> Reach:
+        return Reach(True, 0)
+
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return x_BTD
 
@@ -82,6 +85,9 @@ class Residual(ProjectionConfig):
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         specs = {"weight": ParameterSpec((dims.d_out, dims.d_in))}
         return specs | {"bias": ParameterSpec((dims.d_out,), "zeros")} if dims.bias else specs
+
+    def reach(self, dims: Dims) -> Reach:
+        return Reach(True, 0)
 
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return self.head(p, F.linear(x_BTD, p.weight), x_BTD)

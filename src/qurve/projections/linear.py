@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qurve.projections import functional as F
-from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig
+from qurve.projections.base import Dims, ParameterSpec, ProjectionConfig, Reach
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,9 @@ class Linear(ProjectionConfig):
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         specs = {"weight": ParameterSpec((dims.d_out, dims.d_in))}
         return specs | {"bias": ParameterSpec((dims.d_out,), "zeros")} if dims.bias else specs
+
+    def reach(self, dims: Dims) -> Reach:
+        return Reach(True, 0)
 
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return F.linear(x_BTD, p.weight, p.bias if p.dims.bias else None)

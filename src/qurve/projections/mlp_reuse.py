@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qurve.projections import functional as F
-from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig
+from qurve.projections.base import Dims, Moments, ParameterSpec, ProjectionConfig, Reach
 from qurve.projections.identity import beside_identity, require_square
 from qurve.projections.linear import Linear
 
@@ -72,6 +72,9 @@ class MLPReuse(ProjectionConfig):
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         specs = {"weight": ParameterSpec((dims.d_out, dims.d_out if self.sliced else dims.d_other))}
         return specs | {"bias": ParameterSpec((dims.d_out,), "zeros")} if dims.bias else specs
+
+    def reach(self, dims: Dims) -> Reach:
+        return Reach(True, min(dims.d_out, dims.d_other))
 
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         (h_BTF,) = other

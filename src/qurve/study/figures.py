@@ -1,12 +1,14 @@
 """The figures of a study for papers: learning curves with the relative gain below, the gain from the first step on,
-paired differences, learning-rate search.
+paired differences, learning-rate search, dynamics.
 
 Every figure is a pure function of the results and a width in inches.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qurve.study.curves import (
@@ -22,6 +24,7 @@ from qurve.study.curves import (
     thinned,
 )
 from qurve.study.drawing import MARKERS, PALETTE, WASH, WIDE, blank, legend, line, shorten, styled
+from qurve.study.dynamics import Picture, curves_of, panels, pictures_of
 from qurve.study.results import Arm, StudyResults
 from qurve.study.statistics import comparisons
 
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 Draw = Callable[[StudyResults, float], "Figure"]
 
+DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
+"""Of the lines of a picture of dynamics, in their order."""
+
 
 def figures_of(results: StudyResults) -> dict[str, Draw]:
     """The figures that this study has, by name."""
@@ -39,7 +45,7 @@ def figures_of(results: StudyResults) -> dict[str, Draw]:
         drawings |= {"gains": gains_figure, "differences": differences_figure}
     if results.search is not None and any(results.search.grid(arm.name) for arm in results.arms):
         drawings["search"] = search_figure
-    return drawings
+    return drawings | {picture.name: partial(dynamics_figure, picture) for picture in pictures_of(results)}
 
 
 def colour_index(results: StudyResults, arm: Arm) -> int:
@@ -263,4 +269,37 @@ def search_figure(results: StudyResults, width: float = WIDE) -> Figure:
     axes.set_xlabel("peak learning rate")
     axes.set_ylabel("validation loss\n(nats per token)")
     legend(fig, axes, width)
+    return fig
+
+
+# ------------------------------------------------------------------------------------------------------------ dynamics
+
+
+@styled
+def dynamics_figure(picture: Picture, results: StudyResults, width: float = WIDE) -> Figure:
+    """One panel for each block that is shown: the mean over the finished seeds, thin what did not finish."""
+    shown = panels(results)
+    columns = min(len(shown), 3 if width > 5 else 2)
+    rows = math.ceil(len(shown) / columns)
+    fig = blank(width, 0.5 + 1.5 * rows)
+    grid = fig.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for place, axes in enumerate(grid.flat):
+        if place >= len(shown):
+            axes.set_visible(False)
+            continue
+        axes.set_title(f"block {shown[place]}", fontsize=8, loc="left")
+        for arm in drawn(results):
+            colour = _look(results, arm)["color"]
+            for kind, dash in zip(picture.lines, DASHES, strict=False):
+                look = {"color": colour, "linestyle": dash}
+                for points in curves_of(arm.unfinished, kind.measure, shown[place]):
+                    line(axes, _shown(results, points, 0), alpha=0.5, linewidth=0.7, **look)
+                mean = band(curves_of(arm.finished, kind.measure, shown[place])).mean
+                label = shorten(arm.label) if kind is picture.lines[0] and place == 0 else None
+                line(axes, _shown(results, mean, 0), linewidth=1.4, label=label, **look)
+        axes.locator_params(axis="x", nbins=4)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    fig.supxlabel("step (optimiser updates)", fontsize=9)
+    fig.supylabel(picture.axis, fontsize=9)
+    legend(fig, grid.flat[0], width)
     return fig

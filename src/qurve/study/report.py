@@ -1,7 +1,7 @@
 """The report of a study: one self-contained HTML page, and beside it the table and the figures as files.
 
     report/report.html  report.md  table.csv  table.tex  evidence.json
-           curves.svg|png  gains.svg|png  differences.svg|png  search.svg|png
+           curves.svg|png  gains.svg|png  differences.svg|png  search.svg|png  dynamics-*.svg|png
 
 The page needs no network, and can be read without its script. The same study folder gives the same bytes.
 """

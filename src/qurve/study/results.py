@@ -25,6 +25,7 @@ from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
 from qurve.study.axes import Range
 from qurve.study.batches import BatchProof, identical_batches
+from qurve.study.dynamics import Measures, measures_of
 from qurve.study.same_run import check_run
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
@@ -57,6 +58,8 @@ class Run:
     """Step by step, before clipping."""
     max_logit: float | None = None
     """The largest attention logit of any block at any evaluation; None where none was measured."""
+    dynamics: tuple[tuple[int, Measures], ...] = ()
+    """(step, measure -> its value in each block), ascending, of the steps at which they were recorded."""
 
     @property
     def finished(self) -> bool:
@@ -336,6 +339,7 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
         max_logit=max(
             (logit for line in lines for logit in line.get("max_logit") or () if logit is not None), default=None
         ),
+        dynamics=measures_of(train),
     )
 
 

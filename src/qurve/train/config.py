@@ -99,6 +99,9 @@ class TrainConfig:
     """Compute each block's activations again in the backward pass, not keep them: less memory, the same numbers."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = field(default=(), metadata=NOT_HASHED)
     """What mirrors `metrics.jsonl`; training goes on when one of them fails."""
+    dynamics_every: int | None = field(default=None, metadata=NOT_HASHED)
+    """Steps between measurements of what the blocks are like (`qurve.analysis.dynamics`), the first step's among them;
+    None measures nothing. Every 100 steps is meant. It changes nothing in training, and is not in its `seconds`."""
     log_every: int = field(default=10, metadata=NOT_HASHED)
     """Steps between printed lines where there is no terminal. `metrics.jsonl` holds every step."""
 
@@ -106,7 +109,8 @@ class TrainConfig:
         check_values(self)
         for name in ("steps", "tokens_per_step", "log_every", "keep", "loss_bound_steps"):
             _at_least(1, name, getattr(self, name))
-        for name in ("stop_at", "micro_batch", "horizon", "decay_steps", "threads", "checkpoint_every", "keep_every"):
+        optional = ("stop_at", "micro_batch", "horizon", "decay_steps", "threads", "checkpoint_every", "keep_every")
+        for name in (*optional, "dynamics_every"):
             if getattr(self, name) is not None:
                 _at_least(1, name, getattr(self, name))
         for name in ("seed", "warmup_steps", "lr", "min_lr", "weight_decay", "grad_clip"):

@@ -252,7 +252,7 @@ def first_non_finite(model: GPT, loss: Tensor) -> str:
     return "the gradient's norm is not finite"
 
 
-def gradient_norm(model: GPT) -> Tensor:
+def gradient_norm(module: nn.Module) -> Tensor:
     """The norm of all gradients together, whole on every process. Collective."""
-    norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    norm = torch.nn.utils.get_total_norm(p.grad for p in module.parameters() if p.grad is not None)
     return norm.full_tensor() if is_sharded(norm) else norm

@@ -38,6 +38,7 @@ from qurve.train.distributed import (
     lost_connection,
     spread,
 )
+from qurve.train.dynamics import measure_dynamics
 from qurve.train.optim import build_optimizer
 from qurve.train.progress import Progress
 from qurve.train.resume import Resume, decide, find_checkpoint
@@ -244,6 +245,11 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
         above = above + 1 if settings.loss_bound is not None and loss > settings.loss_bound else 0
         if above >= settings.loss_bound_steps:
             raise Diverged(f"step {step}: {ABOVE_BOUND} {settings.loss_bound} for {above} steps in a row")
+        dynamics = {}
+        if settings.dynamics_every and (step == 1 or step % settings.dynamics_every == 0):
+            paused = time.perf_counter()  # the device is at rest: it was asked for the loss
+            dynamics["dynamics"] = measure_dynamics(config, data, model, training.loss_module)
+            started += time.perf_counter() - paused
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip or math.inf, grad_norm)
 
         rate = learning_rate(settings, step - 1)
@@ -256,7 +262,7 @@ def _train(training: Training, step: int, above: int, stop: StopRequest) -> None
         seconds += time.perf_counter() - started
         tokens += settings.tokens_per_step
         line |= {"tokens": tokens, "seconds": seconds}
-        line |= {"batch_sha": order.batch_sha(starts, data.fingerprint)}
+        line |= {"batch_sha": order.batch_sha(starts, data.fingerprint), **dynamics}
         training.record(line)
         training.progress.updated(line)
 

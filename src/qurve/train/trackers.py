@@ -3,7 +3,8 @@
 A mirror holds copies: nothing is ever read back from it, and training never fails, waits long or changes because of it.
 What a training line holds appears under `train/`, with `train/tokens_per_s`; an evaluation as `val/loss`, `test/loss`
 or, on the training split, `train/eval_loss`; of a mixture of experts, `val/largest_expert_share` is the share of the
-choices that the most used expert of any block got. Steps are those of `metrics.jsonl`.
+choices that the most used expert of any block got. Dynamics are `dynamics/<measure>/<block>`. Steps are those of
+`metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     values = {f"train/{key}": value for key, value in line.items() if key != "step" and isinstance(value, (int, float))}
     if line["seconds"] > 0:
         values["train/tokens_per_s"] = line["tokens"] / line["seconds"]
+    for measure, by_layer in line.get("dynamics", {}).items():
+        values |= {f"dynamics/{measure}/{n}": value for n, value in enumerate(by_layer) if value is not None}
     return values
 
 

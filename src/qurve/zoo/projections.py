@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from qurve.projections import Bottleneck, Dims, ParameterSpec, ProjectionConfig
 from qurve.projections import functional as F
-from qurve.projections.base import Moments
+from qurve.projections.base import Moments, Reach
 from qurve.projections.functional import Activation
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ class NonlinearLoRA(ProjectionConfig):
             "b": ParameterSpec((d_out, self.rank), "zeros"),
         }
         return specs | {"bias": ParameterSpec((d_out,), "zeros")} if bias else specs
+
+    def reach(self, dims: Dims) -> Reach:
+        return Reach(True, 0 if self.activation == "identity" else min(dims.d_out, self.rank))
 
     def forward(self, p: Projection, x_BTD: Tensor, *other: Tensor) -> Tensor:
         return self._adapted(p, F.linear(x_BTD, p.weight), F.linear(x_BTD, p.a))

@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from fake_study import BASELINE, THREE_ARMS, arm, grid, searched, write_study
+from fake_study import BASELINE, THREE_ARMS, arm, grid, record, searched, write_study
 from test_report import FATES, MESSY
 
 from qurve.study.report import write_report
@@ -207,6 +207,30 @@ def test_layers_zoom_and_hover(opened, whole):
     page.mouse.move(x, y)
     page.locator("#curves .hoverlayer .hovertext").first.wait_for()
     assert re.search(r"step 3\d\d", page.locator("#curves .hoverlayer").text_content())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_panels_of_dynamics_are_zoomed_together(opened, tmp_path, width):
+    write_study(tmp_path, (BASELINE, arm("new", "New")), seeds=(1, 2), search=False)
+    for seed in (1, 2):
+        record(tmp_path, "new", seed, {"key.norm": [1.0 + block for block in range(8)]}, every=20)
+    page = opened(write_report(tmp_path), width)
+    figure = alive(page, "dynamics-norms")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    panels = (
+        "() => { const l = document.querySelector('#dynamics-norms .live')._fullLayout;"
+        " return ['', 2, 3, 4, 5, 6].map((n) => [...l[`xaxis${n}`].range, ...l[`yaxis${n}`].range].map(Number)); }"
+    )
+    before = page.evaluate(panels)
+    assert len({tuple(panel) for panel in before}) == 1
+    figure.get_by_role("button", name="zoom in").click()
+    closer = page.evaluate(panels)
+    assert all(x == closer[0][:2] for *x, _, _ in closer)
+    assert before[0][0] < closer[0][0] < closer[0][1] < before[0][1]
+    assert [low for _, _, low, _ in closer] == sorted({low for _, _, low, _ in closer})  # each panel's own heights
+    figure.get_by_role("button", name="reset the range").click()
+    assert page.evaluate(panels) == before
 
 
 @pytest.mark.slow

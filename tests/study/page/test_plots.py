@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_study import BASELINE, NONLINEAR, WIDER, arm, searched, write_study
+from fake_study import BASELINE, NONLINEAR, WIDER, arm, record, searched, write_study
 
 from qurve.study.curves import MOST_POINTS_IN_ALL, loss_range
 from qurve.study.page import plots
@@ -121,3 +121,27 @@ def test_many_long_runs_share_the_points(tmp_path):
     plot = plots.curves_plot(few)
     assert all(len(trace["x"]) <= 2 * 400 + 2 for trace in plot["traces"])
     assert 200 * plots.points_a_run(200) <= MOST_POINTS_IN_ALL
+
+
+def test_dynamics_are_small_multiples(tmp_path):
+    write_study(tmp_path, fates={("mlp-4.75", 2): "diverged"}, search=False)
+    for name in ("mlp-4.75", "res-gelu"):
+        for seed in (1, 2, 3):
+            record(tmp_path, name, seed, {f"{p}.norm": [float(seed + b) for b in range(5)] for p in ("query", "value")})
+    plot = plots.PLOTS["dynamics-norms"](load(tmp_path))
+    json.dumps(plot, allow_nan=False)
+    assert [arm["name"] for arm in plot["arms"]] == ["mlp-4.75", "res-gelu"]
+    layout = plot["layout"]
+    assert [note["text"] for note in layout["annotations"]] == [f"block {n}" for n in range(5)]
+    numbers = ("", *range(2, 6))  # Plotly's first axes have none
+    assert all(layout[f"yaxis{n}"]["range"] == layout["yaxis"]["range"] for n in numbers)
+    for (first, last), (low, high) in ((layout[f"{a}axis{n}"]["domain"] for a in "xy") for n in numbers):
+        assert 0 <= first < last <= 1
+        assert 0 <= low < high <= 1
+    means = traces(plot, "res-gelu", xaxis="x3", yaxis="y3")
+    assert [t["line"]["dash"] for t in means] == ["solid", "dash"]
+    assert means[0]["y"] == [4.01, 5.0, 6.0, 7.0, 8.0]
+    (_, broken, _, _) = traces(plot, "mlp-4.75", xaxis="x", yaxis="y")
+    assert (broken["x"], broken["text"]) == ([1, 100, None], ["2"] * 3)
+    assert broken["y"][:2] == [2.01, 3.0]
+    assert [t["x"].count(None) for t in traces(plot, "mlp-4.75", "seeds", xaxis="x")] == [2, 2]

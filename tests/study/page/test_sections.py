@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from fake_study import BASELINE, arm, grid, write_study
+from fake_study import BASELINE, arm, grid, record, write_study
 from markupsafe import escape
 
 from qurve.study.drawing import heatmap
@@ -17,6 +17,8 @@ from qurve.study.results import load
 
 OF_MAPS = ("Stability over rate and decay", "Published claims of stability")
 """Sections of studies alone that have a grid of rates and decays."""
+OF_SOME = (*OF_MAPS, "Dynamics", "Looked into")
+"""Sections that not every study has."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_a_section_is_one_entry_and_one_function(undrawn, results):
     assert f'aria-label="{escape("Loss by rate & decay")}"' in text
     assert ">diverged</td>" in text
     titles = re.findall(r'<h2 id="section-\d+">([^<]*)</h2>', text)
-    own = [section.title for section in SECTIONS if section.title not in OF_MAPS]
+    own = [section.title for section in SECTIONS if section.title not in OF_SOME]
     assert titles == [own[0], "Stability", *own[1:]]
     assert re.findall(r'<li><a href="#section-\d+">([^<]*)</a>', text) == titles
 
@@ -169,6 +171,33 @@ def test_other_studies_have_no_map_and_their_spikes_and_logits(undrawn, tmp_path
     assert 'id="claims"' not in text
     words = " ".join(re.sub("<[^>]*>", " ", text[text.index('id="smoothness"') :]).split())
     assert re.search(r"Baseline 3 0.0 0 – ", words)
+
+
+def test_dynamics_are_a_figure_a_kind_with_numbers(undrawn, tmp_path):
+    write_study(tmp_path, (BASELINE, arm("new", "New")), seeds=(1, 2), search=False)
+    for seed in (1, 2):
+        record(tmp_path, "new", seed, {"query.f_to_x": [None, 0.5 * seed], "key.norm": [1.0, 2.0]})
+    text = page(load(tmp_path))
+    assert re.findall(r'<figure id="(dynamics-[a-z]*)"', text) == ["dynamics-norms", "dynamics-f"]
+    assert re.findall(r'data-plot="(dynamics-[a-z]*)"', text) == ["dynamics-norms", "dynamics-f"]
+    words = " ".join(re.sub("<[^>]*>", " ", text).split())
+    assert "New, Q, block 1 0.76 1.75 2.75 3.75 4.75" in words
+    assert "Solid: W_K." in words
+    assert "New, Q, block 0" not in words
+
+
+def test_pages_of_single_runs_are_led_to(undrawn, tmp_path):
+    write_study(tmp_path, (BASELINE, arm("new", "New")), seeds=(1, 2), search=False)
+    pages = tmp_path / "runs" / "new" / "seed-2" / "analysis"
+    pages.mkdir()
+    for name in ("mechanism.html", "geometry.html", "geometry.json"):
+        (pages / name).touch()
+    text = page(load(tmp_path))
+    section = re.search(r"Looked into</h2>(.*?)</section>", text, flags=re.DOTALL)[1]
+    links = re.findall(r'<a href="([^"]*)">([^<]*)</a>', section)
+    assert [name for _, name in links] == ["geometry", "mechanism"]
+    assert all((tmp_path / "report" / link).resolve().exists() for link, _ in links)
+    assert "New, seed 2:" in section
 
 
 def test_worth_costs_and_noise_are_told_with_what_is_not_known(undrawn, results):

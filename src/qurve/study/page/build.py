@@ -45,8 +45,8 @@ def page(results: StudyResults, more: Sequence[Section] = ()) -> str:
         .render(
             results=results,
             css=Markup(text("page.css")),
-            scripts=[_script(source) for source in (_plotly(), text("page.js"))],
-            plots={name: Markup(_json(PLOTS[name](results))) for name in figures_of(results) if name in PLOTS},
+            scripts=[script(source) for source in (plotly(), text("page.js"))],
+            plots={name: Markup(safe_json(PLOTS[name](results))) for name in figures_of(results) if name in PLOTS},
             sections=[{"title": title, "fragment": Markup(html), "folded": fold} for title, html, fold in fragments],
             verdict=overall_verdict(results),
             alarms=alarms(results),
@@ -67,7 +67,7 @@ def _card(results: StudyResults, arm: Arm, pair: Comparison) -> dict[str, Any]:
     return {"arm": arm, "pair": pair, "word": said, "colour": colour_index(results, arm)}
 
 
-def _script(source: str) -> dict[str, Any]:
+def script(source: str) -> dict[str, Any]:
     """A script and what the page's policy calls it: nothing else may run there, whatever a label holds."""
     from markupsafe import Markup
 
@@ -76,13 +76,13 @@ def _script(source: str) -> dict[str, Any]:
     return {"source": Markup(source), "allowed": Markup(f"'sha256-{digest}'")}
 
 
-def _plotly() -> str:
+def plotly() -> str:
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
 
 
-def _json(tree: Any) -> str:
+def safe_json(tree: Any) -> str:
     """JSON that cannot end the element it stands in."""
     text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

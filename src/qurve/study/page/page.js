@@ -9,7 +9,10 @@ const figures = [];
 
 /* "$arm-3/0.16" -> the page's colour of the third arm, washed out; colours alone, never a label. */
 function painted(node, key) {
-  if (Array.isArray(node)) return /color$/.test(key || "") ? node.map((item) => painted(item, key)) : node;
+  if (Array.isArray(node)) {
+    const inside = /color$/.test(key || "") || typeof node[0] === "object"; // colours, or shapes; no numbers
+    return inside ? node.map((item) => painted(item, key)) : node;
+  }
   if (node && typeof node === "object") {
     return Object.fromEntries(Object.entries(node).map(([name, value]) => [name, painted(value, name)]));
   }

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from qurve.study import tables
+from qurve.study.curves import Curve, thinned
 from qurve.study.drawing import NARROW, WIDE, svg
 from qurve.study.results import StudyResults
 from qurve.study.worth import Table
@@ -33,6 +34,33 @@ class Numbers:
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+MOST_COLUMNS = 8
+"""Steps in the table beside a figure of curves."""
+
+
+def numbers_of(title: str, curves: dict[str, Curve], cell: Callable[[float], str]) -> Numbers | None:
+    """Curves as a table, a row each, at some of their steps."""
+    steps = sorted({step for curve in curves.values() for step, _ in curve})
+    shown = [step for step, _ in thinned([(step, 0.0) for step in steps], MOST_COLUMNS)]
+    if not shown:
+        return None
+    rows = []
+    for label, curve in curves.items():
+        values = dict(curve)
+        rows.append([label, *(cell(values[step]) if step in values else tables.NONE for step in shown)])
+    return Numbers(title, ["arm", *(f"step {step:,}" for step in shown)], rows)
+
+
+def aside(results: StudyResults, look: str = "dotted, in their architectures' colours") -> str:
+    """What a figure of curves says of the arms that it leaves out, if there are any."""
+    if not results.matched:
+        return ""
+    return (
+        " The arms at the baseline's best point stand in the numbers below, and are drawn when their buttons are "
+        f"pressed: {look}."
+    )
 
 
 def picture(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from qurve.study.curves import (
@@ -28,12 +29,15 @@ from qurve.study.curves import (
     thinned,
 )
 from qurve.study.drawing import WASH, shorten
+from qurve.study.dynamics import PICTURES, Picture, curve_of, curves_of, panels, pictures_of
 from qurve.study.figures import colour_index, fate, with_parameters
 from qurve.study.results import Arm, Run, StudyResults
 
 STEP = "step (optimiser updates)"
 GAIN = "gain over the baseline, ΔLL (%)"
 LOSS = "loss (nats per token)"
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""Of the lines of a picture of dynamics, in their order."""
 
 
 def curves_plot(results: StudyResults) -> dict[str, Any]:
@@ -147,7 +151,70 @@ def _floor(value: float | None) -> str:
     return "" if value is None else f", floor {value:.3g}"
 
 
-PLOTS = {"curves": curves_plot, "gains": gains_plot, "search": search_plot}
+def dynamics_plot(name: str, results: StudyResults) -> dict[str, Any]:
+    """One panel for each block that is shown: the mean over the finished seeds, and thin what did not finish."""
+    (picture,) = (found for found in pictures_of(results) if found.name == name)
+    shown, traces = panels(results), list[dict[str, Any]]()
+    most = points_a_run(len(results.runs) * len(shown))
+    for number, block in zip(_numbers(shown), shown, strict=True):
+        for arm in results.arms:
+            for kind, dash in zip(picture.lines, DASHES, strict=False):
+                hover = f"{kind.label}: %{{y:.4g}}, block {block}"
+                mean = band(curves_of(arm.finished, kind.measure, block)).mean
+                each, broken = (
+                    [(run, curve_of(run, kind.measure, block)) for run in runs]
+                    for runs in (arm.finished, arm.unfinished)
+                )
+                found = _line(results, arm, thinned(mean, most), f"y{number}", hover)
+                found += _each(results, arm, each, most, f"y{number}", "seeds")
+                found += _each(results, arm, broken, most, f"y{number}", "")
+                for trace in found:
+                    trace["line"] |= {"dash": dash}
+                    traces.append(trace | {"xaxis": f"x{number}", "marker": {"size": 3}})
+    arms = [arm for arm in results.arms if any(run.dynamics for run in arm.runs.values())]
+    return _plot(results, arms, traces, _small_multiples(picture, shown, traces), {"seeds": "Each seed"})
+
+
+def _small_multiples(picture: Picture, shown: Sequence[int], traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A grid of panels with one range: three in a row at most."""
+    columns = min(3, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    gap = 0.2 / rows
+    height = (1 - (rows - 1) * gap) / rows
+    heights = [y for trace in traces for y in trace["y"] if y is not None]
+    last = max(x for trace in traces for x in trace["x"] if x is not None)
+    layout: dict[str, Any] = {"height": max(320, 70 + 165 * rows), "annotations": []}
+    for place, (number, block) in enumerate(zip(_numbers(shown), shown, strict=True)):
+        row, column = divmod(place, columns)
+        left, bottom = column / columns, 1 - (row + 1) * height - row * gap
+        is_lowest, more = place + columns >= len(shown), {} if place == 0 else {"matches": "x"}
+        layout[f"xaxis{number}"] = _axis(
+            STEP if is_lowest and column == columns // 2 else "", anchor=f"y{number}", tickformat="~s", nticks=3,
+            tickangle=0, showticklabels=is_lowest, range=[0, 1.01 * last],
+            domain=[left + 0.05, left + 0.99 / columns], **more,
+        )  # fmt: skip
+        layout[f"yaxis{number}"] = _axis(
+            picture.axis if column == 0 else "", anchor=f"x{number}", nticks=5, range=_around(heights),
+            domain=[max(0, bottom), bottom + 0.9 * height],
+        )  # fmt: skip
+        layout["annotations"].append(
+            {"text": f"block {block}", "xref": f"x{number} domain", "yref": f"y{number} domain", "x": 0, "y": 1}
+            | {"xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        )
+    return layout
+
+
+def _numbers(shown: Sequence[int]) -> list[str]:
+    """What Plotly's names of the panels' axes end in."""
+    return ["", *map(str, range(2, len(shown) + 1))][: len(shown)]
+
+
+PLOTS: dict[str, Callable[[StudyResults], dict[str, Any]]] = {
+    "curves": curves_plot,
+    "gains": gains_plot,
+    "search": search_plot,
+    **{picture.name: partial(dynamics_plot, picture.name) for picture in PICTURES},
+}
 """Which of the figures live, by the names of `figures_of`."""
 
 
@@ -267,7 +334,7 @@ def _name(arm: Arm) -> str:
 
 
 def _rounded(values: Any) -> list[float]:
-    return [round(value, 5) for value in values]
+    return [float(f"{value:.7g}") for value in values]
 
 
 def _around(values: Sequence[float]) -> list[float]:

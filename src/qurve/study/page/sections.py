@@ -7,18 +7,20 @@ What another module knows as pure data becomes a section here: a function that d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from qurve.runfolder import MEASURED
 from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables, searched_arms
-from qurve.study.curves import Curve, band, gains, thinned
+from qurve.study.curves import band, gains
 from qurve.study.figures import colour_index, figures_of
-from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture
+from qurve.study.page.dynamics import dynamics_section
+from qurve.study.page.pieces import Numbers, Section, aside, in_table, macro, numbers_of, picture
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
-from qurve.study.provenance import commands, provenance, single_run
+from qurve.study.provenance import commands, folder_of, provenance, single_run
 from qurve.study.results import Arm, StudyResults
 from qurve.study.settings import changed_settings, in_words
 from qurve.study.statistics import comparisons, summary_rows
@@ -26,8 +28,8 @@ from qurve.study.worth import costs_table, gains_table, noise_table, savings_tab
 
 UNSAID = ("format", *MEASURED)
 """Of a run's environment: the costs have what was measured."""
-MOST_COLUMNS = 8
-"""Steps in the table beside a figure of curves."""
+ANALYSIS = "analysis"
+"""The folder inside of a run's in which the report looks for pages of `qurve analyze`."""
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -49,17 +51,8 @@ def _curves(results: StudyResults) -> str | None:
         "Validation loss of every arm against steps; below, the relative gain over the baseline",
         f"Top: validation loss; line: mean over the finished seeds, shaded: from the smallest to the largest of them, "
         f"cross: where a run diverged{dashed}. Bottom: relative log-loss gain over the baseline. The steep beginning "
-        f"is cut off so that the rest can be seen; the table of runs has the loss at the start.{_aside(results)}",
-        _numbers("Mean validation loss over the finished seeds", curves, lambda loss: tables.plain(loss, 4)),
-    )
-
-
-def _aside(results: StudyResults) -> str:
-    if not results.matched:
-        return ""
-    return (
-        " The arms at the baseline's best point stand in the numbers below, and are drawn when their buttons are "
-        "pressed: dotted, in their architectures' colours."
+        f"is cut off so that the rest can be seen; the table of runs has the loss at the start.{aside(results)}",
+        numbers_of("Mean validation loss over the finished seeds", curves, lambda loss: tables.plain(loss, 4)),
     )
 
 
@@ -71,8 +64,8 @@ def _gains(results: StudyResults) -> str | None:
         "Relative log-loss gain of every arm over the baseline against steps, from the first evaluation on",
         "Every arm from the first evaluation on, the warm-up among it; line: gain of the mean losses, shaded: from the "
         "smallest to the largest seed's. A gain that is large early says nothing of the end. M: millions of "
-        f"non-embedding parameters.{_aside(results)}",
-        _numbers("Relative log-loss gain over the baseline, in per cent", curves, lambda g: tables.signed(g, 2)),
+        f"non-embedding parameters.{aside(results)}",
+        numbers_of("Relative log-loss gain over the baseline, in per cent", curves, lambda g: tables.signed(g, 2)),
     )
 
 
@@ -85,18 +78,6 @@ def _differences(results: StudyResults) -> str | None:
         "Filled: mean over the seeds, with its 95 % t interval (from three seeds on). Hollow: each seed against the "
         "baseline of the same seed. Left of the line is lower loss.",
     )
-
-
-def _numbers(title: str, curves: dict[str, Curve], cell: Callable[[float], str]) -> Numbers | None:
-    steps = sorted({step for curve in curves.values() for step, _ in curve})
-    shown = [step for step, _ in thinned([(step, 0.0) for step in steps], MOST_COLUMNS)]
-    if not shown:
-        return None
-    rows = []
-    for label, curve in curves.items():
-        values = dict(curve)
-        rows.append([label, *(cell(values[step]) if step in values else tables.NONE for step in shown)])
-    return Numbers(title, ["arm", *(f"step {step:,}" for step in shown)], rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -187,6 +168,18 @@ def _grid(results: StudyResults) -> dict[str, Any] | None:
     return {"arms": arms, "rows": list(zip(points, cells, strict=True)), "floors": floors}
 
 
+def _looked_into(results: StudyResults) -> str | None:
+    """Links to what `qurve analyze` left of runs in their folders."""
+    rows = []
+    for arm in results.arms:
+        for run in arm.runs.values():
+            pages = sorted((folder_of(results, run) / ANALYSIS).glob("*.html"))
+            links = [(page.stem, f"../{quote(page.relative_to(results.folder).as_posix())}") for page in pages]
+            if links:
+                rows.append((arm, run.seed, links))
+    return macro("looked_into", rows) if rows else None
+
+
 def _changed(results: StudyResults) -> str:
     return macro("changed", results, changed_settings(results))
 
@@ -235,6 +228,8 @@ SECTIONS: tuple[Section, ...] = (
     Section("Gain from the first step on", _gains, by_arm=True),
     Section("Search", _search),
     Section("Spikes and attention logits", smoothness_section, by_arm=True),
+    Section("Dynamics", dynamics_section, by_arm=True),
+    Section("Looked into", _looked_into, by_arm=True),
     Section("Every run", _runs, by_arm=True),
     Section("What differed between the arms", _changed, by_arm=True),
     Section("Identical batches", lambda results: macro("batches", results)),

@@ -1,0 +1,56 @@
+"""What the commands that look into a trained model have in common: its text, and where they leave what they found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table as Shown
+
+from qurve.files import write_atomic
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+
+    from qurve.study.worth import Table
+
+
+def validation_windows(run: Path, data: Path | None, length: int, count: int) -> np.ndarray[Any, Any]:
+    """So many evenly spread stretches of the run's validation data, or all there are: ids `[B, T]`.
+
+    Raises `BadInput` as `run_data` does.
+    """
+    from qurve.data.order import fixed_eval_windows
+    from qurve.generate.text import run_data
+
+    split = run_data(run, data).split("val")
+    return split.windows(fixed_eval_windows(len(split), context=length, count=count), length)[0]
+
+
+def as_text(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, allow_nan=False, indent=1) + "\n"
+
+
+def leave(out: Path | None, files: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """The files by name, in the folder `out`, if there is one."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomic(out / name, text)
+        say(f"wrote {out / name}")
+
+
+def show(table: Table, console: Console) -> None:
+    """A table on the terminal, and its notes below."""
+    shown = Shown(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=table.title, title_justify="left")
+    for place, title in enumerate(table.head):
+        shown.add_column(title, justify="right" if place else "left")
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
+    for note in table.notes:
+        console.print(note, style="dim", markup=False, highlight=False)

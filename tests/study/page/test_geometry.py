@@ -1,0 +1,75 @@
+"""The spectra as a figure: what is drawn is what was measured, and the page holds it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qurve.analysis.hull import HullBound, LayerHull
+from qurve.analysis.spectrum import Spectrum
+from qurve.study.drawing import svg
+from qurve.study.page.geometry import draw_spectra, geometry_page, spectra_plot
+from qurve.study.worth import Table
+
+BOUND = HullBound(ambient=6, paper=4, tight=3, flat=2)
+SPECTRUM = Spectrum((4.0, 0.4, 0.04, 1e-12, 0.0, 0.0), 100)
+LAYERS = [LayerHull(layer, BOUND, SPECTRUM, {"query": SPECTRUM}, SPECTRUM, {}) for layer in range(9)]
+
+
+def test_each_block_has_its_line_and_its_button() -> None:
+    plot = spectra_plot(LAYERS)
+    assert [trace["name"] for trace in plot["traces"]] == [button["name"] for button in plot["arms"]]
+    assert len(plot["traces"]) == 9
+    for trace in plot["traces"]:
+        assert trace["x"] == [1, 2, 3, 4, 5, 6]
+        assert trace["y"] == [0, -1, -2, -7, -7, -7]  # what is rounding lies on the floor
+        assert trace["meta"]["arm"] == trace["name"]
+    colours = {trace["line"]["color"] for trace in plot["traces"]}
+    assert colours == {f"$arm-{n}" for n in range(1, 8)}
+    json.dumps(plot, allow_nan=False)
+
+
+def test_bounds_and_tolerance_are_marked() -> None:
+    layout = spectra_plot(LAYERS)["layout"]
+    assert sorted(s["x0"] for s in layout["shapes"] if s["x0"] == s["x1"]) == [2.5, 3.5, 4.5]
+    assert [s["y0"] for s in layout["shapes"] if s.get("xref") == "paper"] == [math.log10(1e-6)]
+    assert [note["text"] for note in layout["annotations"]] == ["linear: 2", "bound: 3", "the paper's: 4"]
+
+
+@pytest.mark.parametrize("width", [8.8, 3.9])
+def test_the_still_picture_has_every_block(width: float) -> None:
+    drawn = svg(draw_spectra(LAYERS, width), "test", themed=True)
+    assert all(f"block {layer}" in drawn for layer in range(9))
+    assert "bound: 3" in drawn
+
+
+def test_the_page_is_whole() -> None:
+    table = Table("Affine hull", ["block", "rank"], [["0", "3"]], ["A note <of> what it is."])
+    page = geometry_page("Geometry of <run>", ["Step 480."], LAYERS[:2], [table])
+    assert "Geometry of &lt;run&gt;" in page
+    assert "A note &lt;of&gt; what it is." in page
+    (data,) = re.findall(r'<script type="application/json" data-plot="spectra">(.*?)</script>', page, re.DOTALL)
+    assert json.loads(data) == spectra_plot(LAYERS[:2])
+    assert '<figure id="spectra"' in page
+    assert "Plotly" in page
+
+
+@pytest.mark.slow
+def test_the_page_lives_in_its_own_colours(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(geometry_page("A run", [], LAYERS, []), encoding="utf-8")
+    page, wrong = browser.new_page(), list[str]()
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_selector("#spectra .live .scatterlayer .trace")
+    strokes = "[...document.querySelectorAll('.shapelayer path')].map((path) => path.style.stroke)"
+    assert set(page.evaluate(strokes)) == {"rgb(90, 98, 108)"}
+    page.get_by_role("button", name="block 3").click()
+    page.wait_for_function("document.querySelectorAll('#spectra .scatterlayer .trace').length === 8")
+    page.close()
+    assert wrong == []
