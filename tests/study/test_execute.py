@@ -21,9 +21,10 @@ from qurve.files import LOCK, claimed, sha256_of
 from qurve.runfolder import RunFolder
 from qurve.study import execute, local
 from qurve.study.definition import Arm, Study
+from qurve.study.doubts import doubts
 from qurve.study.execute import run_study
 from qurve.study.jobs import Job, run_path
-from qurve.study.results import doubts, load
+from qurve.study.results import load
 from qurve.train import runtime
 from tiny import InProcess, tiny
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from fake_study import grid, write_study
 
+from qurve.study.doubts import UNTUNED
 from qurve.study.headline import headline, reservations
 from qurve.study.holds import grids, said_of_maps
 from qurve.study.markdown import markdown
 from qurve.study.page import pieces
 from qurve.study.page.build import page
-from qurve.study.results import UNTUNED, StudyResults, load
+from qurve.study.results import StudyResults, load
 
 ARMS = grid(("baseline", "linear"), ("res-gelu", "bottleneck"))
 LOSSES = {

@@ -19,10 +19,11 @@ from qurve.files import LOCK, claimed
 from qurve.runfolder import RunFolder
 from qurve.study import execute, jobs, local
 from qurve.study.definition import Arm, Study
+from qurve.study.doubts import doubts
 from qurve.study.execute import run_study
 from qurve.study.jobs import Job, run_path
 from qurve.study.pool import in_pool, link, look_again, run_evidence, write_evidence
-from qurve.study.results import doubts, load
+from qurve.study.results import load
 from tiny import InProcess, tiny
 
 

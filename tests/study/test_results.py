@@ -11,7 +11,8 @@ from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, searched, w
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study.batches import identical_batches
-from qurve.study.results import ON_ONE_SPLIT, StudyResults, doubts, load
+from qurve.study.doubts import ON_ONE_SPLIT, doubts, searched_alike
+from qurve.study.results import StudyResults, load
 from qurve.study.statistics import comparisons
 
 
@@ -275,14 +276,14 @@ def test_what_an_unequal_search_chose_has_no_verdict(
     pair = comparisons(results)[0]
     assert refused in pair.verdict
     assert (pair.outcome == "none") == bool(refused)
-    assert results.searched_alike == (not refused)
+    assert searched_alike(results) == (not refused)
     assert (any(refused.removeprefix("no verdict: ") in doubt for doubt in doubts(results))) or not refused
     assert any("had the same FLOPs" in doubt for doubt in doubts(results)) == ("flops" in search and not refused)
 
 
 def test_optunas_different_numbers_of_points_are_told(tmp_path: Path) -> None:
     results = unequal(tmp_path, 2, sampler="optuna", trials=10)
-    assert not results.searched_alike
+    assert not searched_alike(results)
     assert any("Optuna tried different numbers of points: Baseline 2, Res. GELU" in doubt for doubt in doubts(results))
 
 

@@ -15,7 +15,8 @@ from qurve import presets
 from qurve.config import content_hash, from_dict, hashed_leaves, to_dict, to_json
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
-from qurve.study.results import StudyResults, doubts, load
+from qurve.study.doubts import doubts
+from qurve.study.results import StudyResults, load
 from qurve.study.same_run import OPEN, check_run, seeded
 from qurve.study.statistics import comparisons
 from qurve.train.config import RunConfig

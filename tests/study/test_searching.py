@@ -15,9 +15,10 @@ from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study import execute, local
 from qurve.study.definition import Arm, Study
+from qurve.study.doubts import doubts
 from qurve.study.execute import made_already, run_search, run_study
 from qurve.study.jobs import Job, run_path
-from qurve.study.results import doubts, load
+from qurve.study.results import load
 from qurve.study.search import Search
 from qurve.study.statistics import compare
 from qurve.study.watch import Watched

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurve.errors import BadInput
+from qurve.study.doubts import search_doubts
 from qurve.study.effects import Unknown, effects
 from qurve.study.headline import headline
 from qurve.study.paired import holm, paired_p, sign_flip_p
-from qurve.study.results import StudyResults, load, search_doubts
+from qurve.study.results import StudyResults, load
 from qurve.study.statistics import (
     ROW_KEYS,
     a_a,

@@ -18,9 +18,10 @@ from rich.console import Console
 
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
+from qurve.study.doubts import doubts
 from qurve.study.evidence import evidence_json
 from qurve.study.jobs import earlier_seeds
-from qurve.study.results import doubts, load
+from qurve.study.results import load
 from qurve.study.statistics import overall_verdict, summary_rows
 from qurve.study.tables import tex_table
 from qurve.study.watch import Watched, status_json, status_table

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qurve.study.doubts import UNTUNED, doubts
 from qurve.study.holds import grids, has_maps, said_of_maps
-from qurve.study.results import UNTUNED, Arm, StudyResults, doubts
+from qurve.study.results import Arm, StudyResults
 from qurve.study.statistics import Comparison, comparisons, is_alarm
 from qurve.study.tables import signed
 

@@ -10,7 +10,6 @@ carried in words and never enters a mean.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -23,7 +22,6 @@ from typing import Any
 from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
-from qurve.study.axes import Range
 from qurve.study.batches import BatchProof, identical_batches
 from qurve.study.dynamics import Measures, measures_of
 from qurve.study.same_run import check_run
@@ -197,14 +195,6 @@ class StudyResults:
         whole = [(loss, i) for i, arm in enumerate(own) if not arm.unfinished and (loss := arm.final_loss) is not None]
         return own[min(whole)[1]] if whole else None
 
-    @property
-    def searched_alike(self) -> bool:
-        """Whether every arm was given the same search, as far as its evidence tells."""
-        search, own = self.search, [arm for arm in self.arms if arm.matched is None and not arm.seed_offset]
-        if search is None or any(search_apart(self, arm) is not None for arm in own):
-            return False
-        return search.sampler != "optuna" or len({len(search.points(arm.name)) for arm in own}) == 1
-
     @cached_property
     def batches(self) -> BatchProof:
         return identical_batches(self)
@@ -373,132 +363,3 @@ def _positive(value: Any) -> int:
     if not 1 <= int(value) <= LARGEST:
         raise ValueError(f"{value!r} parameters")
     return int(value)
-
-
-# ------------------------------------------------------------------------------------------------- what speaks against
-
-
-UNTUNED = (
-    "No learning-rate search is recorded: each arm ran at the rate that its configuration gives. An untuned comparison "
-    "can say the opposite of a tuned one."
-)
-ON_ONE_SPLIT = (
-    "The search chose on the validation split, and the arms are compared on it as well, where what was chosen looks a "
-    "little better than it is. Arms that are evaluated on the test split too are compared on that."
-)
-
-
-def doubts(results: StudyResults) -> list[str]:
-    """Everything in the folder that a sceptical reader should know before believing the comparison, in sentences."""
-    found = [f"{difference}. The runs are not paired; no verdict." for difference in results.batches.differences]
-    for arm in results.arms:
-        if arm.unfinished:
-            found.append(f"{arm.label}: {'; '.join(f'seed {run.seed} {run.in_words}' for run in arm.unfinished)}.")
-    if results.earlier_seeds:
-        looks = "; ".join(", ".join(map(str, seeds)) for seeds in results.earlier_seeds)
-        found.append(
-            f"This study was run before with other seeds ({looks}). Whoever adds or drops seeds after a look at the "
-            "result gets intervals that are too narrow."
-        )
-    for arm in results.arms:
-        if seeds := "; ".join(", ".join(map(str, seeds)) for seeds in results.looked_in_pool.get(arm.name, ())):
-            found.append(
-                f"{arm.label}: an earlier study of the same pool compared it with this baseline with other seeds "
-                f"({seeds}), and no look at them was declared: a verdict here is a second look."
-            )
-    ends = sorted({run.reported[-1][0] for run in results.runs if run.finished})
-    if len(ends) > 1:
-        found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")
-    for steps, stop_at in sorted(
-        {(arm.setting("train.steps"), arm.setting("train.stop_at")) for arm in results.arms}, key=str
-    ):
-        if isinstance(steps, int) and isinstance(stop_at, int) and stop_at < steps:
-            found.append(
-                f"Runs were stopped at step {stop_at:,} of a schedule of {steps:,}: the rate had not come down."
-            )
-    for key in ("cpu", "device", "torch", "precision", "compiled", "commit", "threads"):
-        values = {json.dumps(run.environment[key]) for run in results.runs if key in run.environment}
-        if len(values) > 1:
-            found.append(f"The runs differ in {key}: {', '.join(sorted(values))}.")
-    found += search_doubts(results)
-    if results.split == "val" and results.search is not None and results.search.chosen:
-        found.append(ON_ONE_SPLIT)
-    return found
-
-
-def search_doubts(results: StudyResults) -> list[str]:
-    """What a sceptical reader should know of the search that the arms' settings come from."""
-    search = results.search
-    if search is None:
-        return [UNTUNED]
-    found, arms = [], [arm for arm in results.arms if arm.matched is None and not arm.seed_offset]
-    found += [f"{arm.label}: {apart}." for arm in arms if (apart := search_apart(results, arm)) is not None]
-    if search.flops is not None and not found:
-        found.append(f"Each arm's search had the same FLOPs ({search.flops:.3g}), not the same number of points.")
-    if search.sampler == "optuna" and len({len(search.points(arm.name)) for arm in arms}) > 1:
-        counts = ", ".join(f"{arm.label} {len(search.points(arm.name))}" for arm in arms)
-        found.append(f"Optuna tried different numbers of points: {counts}.")
-    for arm in arms:
-        chosen, points = search.chosen.get(arm.name), search.points(arm.name)
-        if chosen is None:
-            found.append(f"{arm.label}: the search has chosen no rate for it.")
-            continue
-        if chosen.point is None:
-            found.append(f"{arm.label}: no point of its search was finished with every seed, so it was not trained.")
-            continue
-        finite = {frozenset(point): loss for point, loss in points.items() if loss is not None}
-        if finite and finite.get(frozenset(chosen.point), math.inf) > min(finite.values()):
-            found.append(f"{arm.label}: the chosen point is not the one of the lowest loss in its search.")
-        for axis, value, low, high in search.edges(arm.name):
-            what = "range" if isinstance(search.space.get(axis), Range) else "grid"
-            found.append(
-                f"{arm.label}: the chosen {'peak rate' if axis == 'train.lr' else axis} {value:g} is at the edge of "
-                f"its {what} ({low:g} to {high:g}); a better one may lie outside."
-            )
-        if search.steps is not None and arm.setting("train.steps") not in (None, search.steps):
-            found.append(
-                f"{arm.label}: trained for {arm.setting('train.steps'):,} steps, though its rate was searched at "
-                f"{search.steps:,}."
-            )
-        for path, wanted in chosen.point:
-            used = arm.setting(path)
-            if used is not None and not _is_close(used, wanted):
-                found.append(
-                    f"{arm.label}: trained at {path} = {_short(used)}, though the search chose {_short(wanted)}."
-                )
-    return found
-
-
-def search_apart(results: StudyResults, arm: Arm) -> str | None:
-    """Why what the search chose for the arm and for the baseline is no fair choice; None where nothing speaks against
-    it. An arm at the baseline's point had no choice, and an A/A arm has the baseline's."""
-    search, base = results.search, results.baseline
-    if search is None or not search.chosen:
-        return None
-    searched = {*search.seeds, *(score.trial.seed for score in search.scores)}
-    if both := searched & {seed + one.seed_offset for seed in results.seeds for one in (base, arm)}:
-        return f"seed {min(both)} is one of the search and of the comparison"
-    if arm.matched is not None or arm.seed_offset or arm.name == base.name:
-        return None
-    if search.flops is not None:
-        costs = {one.name: _cost_of_a_step(search, one) for one in (arm, base)}
-        return search.flops_apart(costs) if all(costs.values()) else None
-    if search.sampler != "optuna" and search.offered(arm.name) != search.offered(base.name):
-        ours, theirs = (len(search.offered(one.name)) for one in (arm, base))
-        return f"its search was another one than the baseline's ({ours} runs, and {theirs} of the baseline)"
-    return None
-
-
-def _cost_of_a_step(search: Searched, arm: Arm) -> float:
-    """Training FLOPs of one step with every seed of the search; 0 where the configuration does not say."""
-    tokens = arm.setting("train.tokens_per_step")
-    return arm.flops_per_token * tokens * len(search.seeds) if isinstance(tokens, int) else 0.0
-
-
-def _is_close(a: Any, b: Any) -> bool:
-    numbers = all(isinstance(value, int | float) for value in (a, b))
-    return math.isclose(a, b, rel_tol=1e-9) if numbers else a == b
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 from qurve.config import differences as config_differences
 from qurve.errors import BadInput
+from qurve.study.doubts import search_apart
 from qurve.study.paired import (
     MOST_FLIPPED,
     holm,
@@ -39,7 +40,7 @@ from qurve.study.paired import (
     smallest_sign_flip_p,
 )
 from qurve.study.power import LEAST_SEEDS, LEVEL, POWER, detectable
-from qurve.study.results import Arm, Run, StudyResults, search_apart
+from qurve.study.results import Arm, Run, StudyResults
 from qurve.train.objective import loss_is_on
 
 ROW_KEYS = (

@@ -16,6 +16,7 @@ from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables, searched_arms
 from qurve.study.curves import band, gains
+from qurve.study.doubts import searched_alike
 from qurve.study.figures import colour_index, figures_of
 from qurve.study.page.dynamics import dynamics_section
 from qurve.study.page.pieces import Numbers, Section, aside, in_table, macro, numbers_of, picture
@@ -143,7 +144,8 @@ def _search(results: StudyResults) -> str | None:
     tables_ = apart_tables(results.search, labels)
     words = "".join(in_table(f"apart-{place}", table) for place, table in enumerate(tables_, 1))
     chosen = [(one, colour_index(results, one.arm)) for one in searched_arms(results)]
-    return macro("search", results, chosen, _grid(results), Markup(figure or ""), Markup(words))
+    alike = searched_alike(results)
+    return macro("search", results, alike, chosen, _grid(results), Markup(figure or ""), Markup(words))
 
 
 def _grid(results: StudyResults) -> dict[str, Any] | None:
