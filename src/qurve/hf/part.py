@@ -28,6 +28,7 @@ class QueryPart(Projection):
 
     Parameters are `w1 [R, D]`, `w2 [O, R]` and the norms' gains, `O` being the query entries of a token. They are in
     float32 for a layer in half precision, as trained adapters want it; `x` is cast to their dtype, the output back.
+    They hold nothing until `draw` or somebody's weights fill them.
     """
 
     exact = False
@@ -39,30 +40,25 @@ class QueryPart(Projection):
         d_in: int,
         layout: Layout,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
     ) -> None:
         beside = config.anchor == "linear"  # the layer's own weight is the anchor
         own = dataclasses.replace(config, anchor="none", start="usual") if beside else config
-        super().__init__(own, Dims(d_in, layout.queries), device=device, dtype=dtype)
+        super().__init__(own, Dims(d_in, layout.queries), device="meta")
         self.layout, self.beside, self.exact = layout, beside, beside and config.start == "exact"
-        if self.exact:
-            self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the start anew; at the exact start the post-norm's gain is zero."""
-        super().reset_parameters(generator)
-        if self.exact:
-            self.post_gain.zero_()
+        self.to(dtype).to_empty(device=device or "cpu")
 
     @torch.no_grad()
     def draw(self, seed: int, name: str) -> None:
-        """Draw the matrices from the seed and the layer's name, on the CPU: the same on every device."""
-        for own, matrix in self.named_parameters():
-            if matrix.dim() == 2 and not matrix.is_meta:
+        """Start: gains at one, matrices drawn from the seed and their names, on the CPU, so that every device has the
+        same; at the exact start the post-norm's gain is zero."""
+        for own, p in self.named_parameters():
+            if p.dim() == 1:
+                p.fill_(0.0 if self.exact and own == "post_gain" else 1.0)
+            elif not p.is_meta:
                 generator = torch.Generator().manual_seed(stream_seed(seed, f"init/{name}.{own}"))
-                matrix.copy_(torch.empty(matrix.shape).normal_(0.0, STD, generator=generator))
+                p.copy_(torch.empty(p.shape).normal_(0.0, STD, generator=generator))
 
     def onto(self, x_BTD: Tensor, y_BTO: Tensor) -> Tensor:
         """The layer's output for the input `x_BTD`, with the queries in it made nonlinear."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qurve.errors import BadInput
@@ -87,7 +88,9 @@ class NonlinearQueryLayer(nn.Module, BaseTunerLayer):
     def update_layer(self, adapter_name: str, config: NonlinearQueryConfig) -> None:
         """Add an adapter, or draw it anew."""
         at = self.site._replace(layer=self.get_base_layer())
-        self.nonlinear_query_parts[adapter_name] = build(at, config.bottleneck())
+        part = build(at, config.bottleneck())
+        part.draw(torch.initial_seed(), at.name)
+        self.nonlinear_query_parts[adapter_name] = part
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
