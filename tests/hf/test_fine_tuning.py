@@ -14,6 +14,9 @@ from torch.testing import assert_close
 from qurve import hf
 from qurve.hf.part import parts
 
+# PEFT and accelerate call what transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning:peft")
+
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The same few ids, of different lengths, padded on the left."""

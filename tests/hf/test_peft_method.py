@@ -18,6 +18,9 @@ from qurve.hf import NonlinearQueryConfig
 from qurve.hf.part import QueryPart
 from qurve.hf.part import parts as retrofitted
 
+# PEFT and accelerate call what transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning:peft")
+
 
 @torch.no_grad()
 def logits(model: nn.Module, name: str = "llama") -> Tensor:

@@ -340,6 +340,7 @@ def test_copies_have_parts_of_their_own() -> None:
     assert torch.equal(logits(copied, inputs), before)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph() -> None:
     model, inputs = tiny("llama"), batch("llama")
     hf.retrofit(model)
