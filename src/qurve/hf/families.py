@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -81,6 +81,7 @@ def find(model: nn.Module, layers: Literal["all"] | Sequence[int] = "all", path:
     """
     if not isinstance(model, nn.Module):
         raise BadInput(f"a model is retrofitted as a loaded instance, and this is {model!r:.80}")
+    places: list[tuple[str, Place | None]]
     if path is None:
         places = [
             (f"{name}.{place.path}".lstrip("."), place)
@@ -161,7 +162,7 @@ def _number(name: str) -> int | None:
     return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), None)
 
 
-def _chosen(names: list[str], layers: Literal["all"] | Sequence[int]) -> set[str]:
+def _chosen(names: list[str], layers: Any) -> set[str]:
     if layers == "all":
         return set(names)
     if isinstance(layers, str) or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):

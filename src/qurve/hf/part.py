@@ -63,12 +63,13 @@ class QueryPart(Projection):
     def onto(self, x_BTD: Tensor, y_BTO: Tensor) -> Tensor:
         """The layer's output for the input `x_BTD`, with the queries in it made nonlinear."""
         groups, width, size = self.layout
-        own_BTQ = self(x_BTD.to(self.w1.dtype)).to(y_BTO.dtype)
+        own_BTQ: Tensor = self(x_BTD.to(self.w1.dtype)).to(y_BTO.dtype)
         if width == size:
             return y_BTO + own_BTQ if self.beside else own_BTQ
-        queries, others = y_BTO.unflatten(-1, (groups, size)).split([width, size - width], dim=-1)
-        own = own_BTQ.unflatten(-1, (groups, width))
-        return torch.cat([queries + own if self.beside else own, others], dim=-1).flatten(-2)
+        leading = y_BTO.shape[:-1]
+        queries, others = y_BTO.reshape(*leading, groups, size).split([width, size - width], dim=-1)
+        own = own_BTQ.reshape(*leading, groups, width)
+        return torch.cat([queries + own if self.beside else own, others], dim=-1).reshape(y_BTO.shape)
 
 
 def build(site: Site, config: Bottleneck) -> QueryPart:
