@@ -67,7 +67,7 @@ class QueryPart(Projection):
         if width == size:
             return y_BTO + own_BTQ if self.beside else own_BTQ
         leading = y_BTO.shape[:-1]
-        queries, others = y_BTO.reshape(*leading, groups, size).split([width, size - width], dim=-1)
+        queries, others = torch.split(y_BTO.reshape(*leading, groups, size), [width, size - width], dim=-1)
         own = own_BTQ.reshape(*leading, groups, width)
         return torch.cat([queries + own if self.beside else own, others], dim=-1).reshape(y_BTO.shape)
 

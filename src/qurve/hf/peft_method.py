@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qurve.errors import BadInput
 from qurve.hf.families import Site, find, site
-from qurve.hf.part import build
+from qurve.hf.part import QueryPart, build
 from qurve.hf.retrofitting import NO_MERGE
 from qurve.projections.bottleneck import Bottleneck
 from qurve.projections.functional import Activation, Norm
@@ -55,7 +55,7 @@ class NonlinearQueryConfig(PeftConfig):
     peft_type: Any = field(default=None, init=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         self.peft_type = PeftType(METHOD.upper())
         self.bottleneck()
 
@@ -80,14 +80,14 @@ class NonlinearQueryLayer(nn.Module, BaseTunerLayer):
 
     def __init__(self, at: Site) -> None:
         super().__init__()
-        self.base_layer, self.site = at.layer, at._replace(layer=None)
+        self.base_layer, self.name, self.layout = at.layer, at.name, at.layout
         self.in_features = at.d_in
         self.out_features = at.layout.groups * at.layout.size
         self.nonlinear_query_parts = nn.ModuleDict()
 
     def update_layer(self, adapter_name: str, config: NonlinearQueryConfig) -> None:
         """Add an adapter, or draw it anew."""
-        at = self.site._replace(layer=self.get_base_layer())
+        at = Site(self.name, self.get_base_layer(), self.in_features, self.layout)
         part = build(at, config.bottleneck())
         part.draw(torch.initial_seed(), at.name)
         self.nonlinear_query_parts[adapter_name] = part
@@ -98,7 +98,9 @@ class NonlinearQueryLayer(nn.Module, BaseTunerLayer):
         y: Tensor = self.base_layer(x, *args, **kwargs)
         for name in () if self.disable_adapters else self.active_adapters:
             if name in self.nonlinear_query_parts:
-                y = self.nonlinear_query_parts[name].onto(x, y)
+                part = self.nonlinear_query_parts[name]
+                assert isinstance(part, QueryPart)
+                y = part.onto(x, y)
         return y
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -115,14 +117,15 @@ class NonlinearQueryModel(BaseTuner):
     tuner_layer_cls = NonlinearQueryLayer
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012  PEFT's own attribute
 
-    def _prepare_adapter_config(self, peft_config: NonlinearQueryConfig, model_config: Any) -> NonlinearQueryConfig:
+    def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: Any) -> PeftConfig:
+        assert isinstance(peft_config, NonlinearQueryConfig)
         if peft_config.target_modules is None:
             peft_config.target_modules = sorted(one.name for one in find(self.model))
         return peft_config
 
     def _create_and_replace(
         self,
-        peft_config: NonlinearQueryConfig,
+        peft_config: PeftConfig,
         adapter_name: str,
         target: nn.Module,
         target_name: str,
@@ -130,6 +133,7 @@ class NonlinearQueryModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
+        assert isinstance(peft_config, NonlinearQueryConfig)
         if isinstance(target, NonlinearQueryLayer):
             target.update_layer(adapter_name, peft_config)
             return
