@@ -6,11 +6,14 @@ Legend: B sequences, T new tokens, S all tokens (those of the cache and the new 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache as HubCache
 from transformers.cache_utils import DynamicCache
@@ -20,9 +23,22 @@ from transformers.utils.generic import can_return_tuple
 
 from qurve.errors import BadInput
 from qurve.hf.cache import HeldCache
-from qurve.hf.configuration import QurveConfig
+from qurve.hf.configuration import STUB, QurveConfig
 from qurve.model.attention import Attention, attend, written_out
 from qurve.model.gpt import GPT
+
+STUB_TEXT = '''\
+"""Names this folder's model to transformers, for `trust_remote_code=True`. Its code is that of the package qurve."""
+
+try:
+    from qurve.hf import QurveConfig, QurveForCausalLM
+except ImportError as error:
+    raise ImportError(
+        f"this is a model of the package qurve, which cannot be imported here ({error}): pip install 'qurve[hf]'"
+    ) from error
+
+__all__ = ["QurveConfig", "QurveForCausalLM"]
+'''
 
 
 class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -67,6 +83,13 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             told = "; ".join(f"{what}: {_some(keys)}" for what, keys in wrong.items() if keys)
             raise BadInput(f"{args[0] if args else 'the checkpoint'}: its parameters are not this model's; {told}")
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """As ever, and with the small file that names our classes to those who trust the folder."""
+        if not os.path.isfile(save_directory):
+            os.makedirs(save_directory, exist_ok=True)
+            (Path(save_directory) / f"{STUB}.py").write_text(STUB_TEXT, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]
     @can_return_tuple  # type: ignore[untyped-decorator]
@@ -191,7 +214,7 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return False
 
 
-# -------------------------------------------------------------------------------------------------------------- attention
+# ------------------------------------------------------------------------------------------------------------ attention
 
 
 def attend_as(
@@ -246,13 +269,13 @@ def _causal_block_mask(length: int, device: torch.device) -> Any:
     return create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=device)
 
 
-# ------------------------------------------------------------------------------------------------------------------ masks
+# ---------------------------------------------------------------------------------------------------------------- masks
 
 
 def _limits(
-    mask: Tensor | None, positions: Tensor | None, ids_BT: Tensor, start: int, *, cached: bool, attends: str
+    mask: Tensor | None, positions: Tensor | None, ids_BT: Tensor, start: int, cached: bool, attends: str
 ) -> dict[str, Tensor]:
-    """What `GPT.hidden` is told of a mask of theirs: `padding_B`, `allowed_BTT`. Raises `BadInput` for what it cannot be."""
+    """What `GPT.hidden` is told of their mask: `padding_B`, `allowed_BTT`. Raises `BadInput` for what it cannot be."""
     (batch, length), limits = ids_BT.shape, {}
     expected_BT = torch.arange(start, start + length, device=ids_BT.device)[None]
     real_BT = None
