@@ -181,7 +181,7 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _set_gradient_checkpointing(
         self,
         enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] | None = None,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
         """On each block as an instance: parameters keep their names."""

@@ -121,7 +121,7 @@ def why_not(config: ModelConfig) -> list[str]:
     learned = isinstance(config.positions, Learned)
     wrong = [
         f"its {name} is {kind.kind!r}, which is not linear"
-        for name, (kind, _) in config.projections(0).items()
+        for name, (kind, _) in config.projections(config.n_layers - 1).items()
         if type(kind) not in (Linear, Identity, Residual)
     ]
     checks = {
@@ -237,7 +237,7 @@ def _their_rope(rope: Rope) -> dict[str, Any]:
     return kind
 
 
-# ------------------------------------------------------------------------------------------------------------ from theirs
+# ---------------------------------------------------------------------------------------------------------- from theirs
 
 
 def from_stock(stock: PreTrainedModel) -> GPT:

@@ -175,7 +175,7 @@ def written_out(
     dropout: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same as products and a softmax, and with `softcap * tanh(logits / softcap)`, for which torch has no kernel."""
+    """The same as products and a softmax, and with `softcap * tanh(logits / softcap)`, which torch's own lacks."""
     groups = q_BHTE.shape[1] // k_BGSE.shape[1]
     k_BHSE = k_BGSE.repeat_interleave(groups, dim=1)
     logits_BHTS = scale * wide(q_BHTE @ k_BHSE.transpose(-1, -2))
