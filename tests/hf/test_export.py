@@ -39,7 +39,7 @@ def run(data: TokenData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A trained run with the paper's query, and room for 50 tokens. Tests only read it."""
     from qurve.train.loop import train
 
-    settings = ("model.context=64", "model.query=bottleneck", "eval.windows=4")
+    settings = ("model.context=64", "model.query=bottleneck", "train.micro_batch=2")
     return train(tiny(*settings), tmp_path_factory.mktemp("exported") / "paper", data)
 
 
@@ -65,7 +65,7 @@ def theirs_greedy(model: Any) -> list[int]:
     return made[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
 
 
-# ------------------------------------------------------------------------------------------------------------- our class
+# ------------------------------------------------------------------------------------------------------------ our class
 
 
 def test_a_run_is_the_same_model_there(run: RunFolder, exported: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_masked_models_mask_goes_along(data: TokenData, tmp_path: Path) -> Non
         assert_close(theirs(ids_BT).logits[..., :257], expected[..., :257], atol=1e-5, rtol=0)
 
 
-# ------------------------------------------------------------------------------------------------------------ tokenizers
+# ----------------------------------------------------------------------------------------------------------- tokenizers
 
 
 @pytest.mark.parametrize("spec", ["bytes", "gpt2", "bpe:300"])
@@ -129,7 +129,7 @@ def test_tokenizers_give_the_same_ids_there(spec: str, tmp_path: Path) -> None:
         assert hub.decode(ids.tolist()) == text
 
 
-# ----------------------------------------------------------------------------------------------------------------- stock
+# ---------------------------------------------------------------------------------------------------------------- stock
 
 GPT2: dict[str, Any] = {"n_layers": 2, "d_model": 24, "n_heads": 3, "d_ff": 40, "context": 32, "vocab_size": 31}
 LLAMA: dict[str, Any] = {**GPT2, "n_kv_heads": 1, "norm": "rmsnorm", "mlp": Gated(), "positions": Rope(theta=5e5)}
@@ -287,7 +287,7 @@ def test_a_stock_model_of_somebody_else_is_a_run_without_a_tokenizer(tmp_path: P
     assert GPT.from_run(tmp_path / "run").config.bias
 
 
-# --------------------------------------------------------------------------------------------------------- a new process
+# -------------------------------------------------------------------------------------------------------- a new process
 
 ELSEWHERE = """
 import json, sys
@@ -309,7 +309,7 @@ def test_a_new_process_loads_it_offline(to: Any, run: RunFolder, data: TokenData
     if to == "stock":
         from qurve.train.loop import train
 
-        source = train(tiny("model.context=64"), tmp_path / "run", data)
+        source = train(tiny("model.context=64", "train.micro_batch=2"), tmp_path / "run", data)
     export(source.path, tmp_path / to, to)
     ids = torch.arange(60).view(2, 30)
     environment = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}

@@ -256,7 +256,7 @@ def from_stock(stock: PreTrainedModel) -> GPT:
             layer, kind = name.split(".")[1], name.rpartition(".")[2]
             stacked = theirs[f"transformer.h.{layer}.attn.c_attn.{kind}"]
             place = ("query", "key", "value").index(part)
-            state[name] = stacked.chunk(3, dim=-1)[place].T.contiguous()
+            state[name] = stacked.chunk(3, dim=-1)[place].t().contiguous()
         elif is_gpt2:
             key = _renamed(name, "transformer.h", _GPT2, _GPT2_OUTSIDE)
             state[name] = theirs[key].T.contiguous() if _is_conv(key) else theirs[key]
