@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -312,7 +313,7 @@ def test_a_new_process_loads_it_offline(to: Any, run: RunFolder, data: TokenData
         source = train(tiny("model.context=64", "train.micro_batch=2"), tmp_path / "run", data)
     export(source.path, tmp_path / to, to)
     ids = torch.arange(60).view(2, 30)
-    environment = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", ELSEWHERE, to, str(tmp_path / to), json.dumps(ids.tolist()), json.dumps(PROMPT)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -27,18 +27,18 @@ class HeldCache(Cache):
         self.context, self.padding_B = config.context, padding_B
         self._filled = int(held.get_seq_length())
         self._layers = _own_layers(held, config)
-        for layer, own in self._layers.items():
+        self.states = []
+        for layer in range(config.n_layers):
+            if (own := self._layers.get(layer)) is None:
+                self.states.append(InLayer(held, layer))
+                continue
             if own.state is None:
                 here = config.at(layer)
-                own.state = here.mixer.state(here, batch, 1, **factory)
-                own.room = 1
-        self.states = [
-            self._layers[layer].state if layer in self._layers else InLayer(held, layer)
-            for layer in range(config.n_layers)
-        ]
+                own.state, own.room = here.mixer.state(here, batch, 1, **factory), 1
+            self.states.append(own.state)
 
     @property
-    def filled(self) -> int:  # type: ignore[override]
+    def filled(self) -> int:
         return self._filled
 
     @filled.setter
@@ -64,7 +64,7 @@ class InLayer(KeysValues):
         return keys[:, :, :end].to(k_BGTE.dtype), values[:, :, :end].to(v_BGTE.dtype)
 
 
-class StateLayer(CacheLayerMixin):
+class StateLayer(CacheLayerMixin):  # type: ignore[misc]
     """One block's decoding state that is not keys and values alone (sums over the past, say), as a layer of a cache."""
 
     is_compileable = False
@@ -83,7 +83,7 @@ class StateLayer(CacheLayerMixin):
             self.state.grow(self.room)
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         """Only what has a place for each token can be set back: a sum does not forget its last term."""
         return self.state is None or set(vars(self.state)) == set(self.state.per_token)
 

@@ -17,7 +17,7 @@ STUB = "modeling_qurve"
 AUTO_MAP = {"AutoConfig": f"{STUB}.QurveConfig", "AutoModelForCausalLM": f"{STUB}.QurveForCausalLM"}
 
 
-class QurveConfig(PreTrainedConfig):
+class QurveConfig(PreTrainedConfig):  # type: ignore[misc]
     """`QurveConfig(qurve=ModelConfig(...))`; what the hub's tools ask for under their own names is derived from that.
 
     `qurve` is the JSON tree of the `ModelConfig`, with its format: the one place where anything about the architecture

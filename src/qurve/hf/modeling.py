@@ -163,14 +163,14 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.token_embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.gpt.token_embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
         """None where the head is the embedding: there is no second weight to tie."""
         return self.gpt.head
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.gpt.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:

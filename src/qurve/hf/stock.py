@@ -183,7 +183,7 @@ def _halves(tensor: Tensor, config: ModelConfig) -> Tensor:
     """Rows of queries or keys for rotations of halves, whatever the layout that they were made for."""
     if not isinstance(config.positions, Rope) or config.positions.layout == "half":
         return tensor
-    heads = tensor.unflatten(0, (-1, config.head_width))
+    heads = tensor.view(-1, config.head_width, *tensor.shape[1:])
     return torch.cat([heads[:, 0::2], heads[:, 1::2]], dim=1).flatten(0, 1)
 
 

@@ -103,7 +103,11 @@ class Attention(nn.Module):
         if state is not None:
             k_BGTE, v_BGTE = state.extend(view.start, k_BGTE, v_BGTE)
         dropout = config.dropout if self.training else 0.0
-        given = {"mask": view.mask(config.window), "scale": config.scale, "softcap": config.attention_softcap}
+        given: dict[str, Any] = {
+            "mask": view.mask(config.window),
+            "scale": config.scale,
+            "softcap": config.attention_softcap,
+        }
         attention = partial(self.attending or attend, **given)
         y_BHTE = attention(q_BHTE, k_BGTE, v_BGTE, dropout=dropout)
         if config.residual.attention_skip:
