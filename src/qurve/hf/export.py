@@ -139,7 +139,8 @@ def as_hub_model(model: GPT, **tokens: int | None) -> QurveForCausalLM:
     """A `QurveForCausalLM` that has this model's weights."""
     hub = QurveForCausalLM(QurveConfig(qurve=model.config, **tokens))
     hub.gpt.load_state_dict(model.state_dict())
-    return hub.eval()
+    hub.eval()
+    return hub
 
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
