@@ -66,6 +66,8 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
         ("watch", "RUN|STUDY"),
         ("presets", "--json"),
         ("plan", "--steps --device --set --json"),
+        ("export", "RUN --to --out --data --json"),
+        ("import", "HF_DIR --out --json"),
     ],
 )
 def test_help_of_a_command_names_its_flags(command: str, flags: str) -> None:

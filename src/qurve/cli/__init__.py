@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import tyro
 from rich.console import Console
 
+from qurve.cli.exporting import export, import_
 from qurve.cli.generating import generate
 from qurve.cli.preparing import prepare
 from qurve.cli.runs import plan, presets, train
@@ -36,9 +37,22 @@ app.command(
     name="study",
     help="How far a study is, what it would take, its noise over documents, ladders: status, plan, documents, ladder.",
 )
-for _command in (watch, presets, plan):
+for _command in (watch, presets, plan, export):
     app.command(_command)
-COMMANDS = ("compare", "train", "generate", "prepare", "report", "study", "watch", "presets", "plan")
+app.command(import_, name="import")
+COMMANDS = (
+    "compare",
+    "train",
+    "generate",
+    "prepare",
+    "report",
+    "study",
+    "watch",
+    "presets",
+    "plan",
+    "export",
+    "import",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,20 +1,30 @@
-"""At home in Hugging Face's libraries. Everything is imported on first use; what needs one of them says so.
+"""At home in Hugging Face's libraries: pretrained models retrofitted, and our models as theirs.
 
-from qurve import hf
+    from qurve import hf
 
-report = hf.retrofit(model)             a nonlinear part beside every query weight of a pretrained model
-hf.save(model, folder)                  and, in another process, hf.load(folder)
-hf.restore(model)                       the original, bit for bit
+    report = hf.retrofit(model)             a nonlinear part beside every query weight of a pretrained model
+    hf.save(model, folder)                  and, in another process, hf.load(folder)
+    hf.restore(model)                       the original, bit for bit
+
+    AutoModelForCausalLM.from_pretrained(folder)        what `qurve export RUN --to hf` wrote
+
+Where transformers is installed, importing this registers our models with its Auto classes. All else is imported on
+first use, and what needs a package of the extra `hf` says so.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from qurve.errors import BadInput
+
 if TYPE_CHECKING:
+    from qurve.hf.configuration import QurveConfig as QurveConfig
     from qurve.hf.families import FAMILIES as FAMILIES
     from qurve.hf.families import Place as Place
+    from qurve.hf.modeling import QurveForCausalLM as QurveForCausalLM
     from qurve.hf.peft_method import NonlinearQueryConfig as NonlinearQueryConfig
     from qurve.hf.retrofitting import Report as Report
     from qurve.hf.retrofitting import fold as fold
@@ -28,6 +38,8 @@ _OBJECTS = {
     "FAMILIES": "families",
     "NonlinearQueryConfig": "peft_method",
     "Place": "families",
+    "QurveConfig": "configuration",
+    "QurveForCausalLM": "modeling",
     "Report": "retrofitting",
     "fold": "retrofitting",
     "load": "saving",
@@ -41,6 +53,8 @@ __all__ = [
     "FAMILIES",
     "NonlinearQueryConfig",
     "Place",
+    "QurveConfig",
+    "QurveForCausalLM",
     "Report",
     "fold",
     "load",
@@ -54,8 +68,15 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _OBJECTS:
         raise AttributeError(f"module 'qurve.hf' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"qurve.hf.{_OBJECTS[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"qurve.hf.{_OBJECTS[name]}"), name)
+    except ImportError as error:
+        raise BadInput(f"qurve.hf.{name} needs the extra hf ({error}): pip install 'qurve[hf]'") from None
 
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_OBJECTS])
+
+
+if importlib.util.find_spec("transformers") is not None:
+    from qurve.hf import modeling as _registered  # noqa: F401

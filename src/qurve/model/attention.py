@@ -6,6 +6,7 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,9 @@ class Attention(nn.Module):
     key: Projection
     value: Projection
     output: Projection
+
+    attending: Callable[..., Tensor] | None = None
+    """What runs in the place of `attend`, with its arguments and its result; set on an instance (see `qurve.hf`)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -99,7 +103,12 @@ class Attention(nn.Module):
         if state is not None:
             k_BGTE, v_BGTE = state.extend(view.start, k_BGTE, v_BGTE)
         dropout = config.dropout if self.training else 0.0
-        attention = partial(attend, mask=view.mask(config.window), scale=config.scale, softcap=config.attention_softcap)
+        given: dict[str, Any] = {
+            "mask": view.mask(config.window),
+            "scale": config.scale,
+            "softcap": config.attention_softcap,
+        }
+        attention = partial(self.attending or attend, **given)
         y_BHTE = attention(q_BHTE, k_BGTE, v_BGTE, dropout=dropout)
         if config.residual.attention_skip:
             return y_BHTE
@@ -134,7 +143,7 @@ def attend(
     if not alike and not torch.is_autocast_enabled(q_BHTE.device.type):  # which gives all three one dtype
         q_BHTE, k_BGSE = q_BHTE.to(v_BGSE.dtype), k_BGSE.to(v_BGSE.dtype)
     if softcap is not None:
-        return _attend_capped(q_BHTE, k_BGSE, v_BGSE, mask, scale, dropout, softcap)
+        return written_out(q_BHTE, k_BGSE, v_BGSE, mask=mask, scale=scale, dropout=dropout, softcap=softcap)
     mask_TS, is_causal = mask
     is_long, on_cpu = k_BGSE.shape[2] > SHORT, q_BHTE.device.type == "cpu"
     if is_causal and is_long and on_cpu and not dropout and torch.compiler.is_compiling():
@@ -160,20 +169,23 @@ def _attend_in_blocks(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: flo
     return causal_attention(q_BHTE.to(dtype), k_BHTE.to(dtype), v_BHTE.to(dtype), scale)
 
 
-def _attend_capped(
+def written_out(
     q_BHTE: Tensor,
     k_BGSE: Tensor,
     v_BGSE: Tensor,
+    *,
     mask: tuple[Tensor | None, bool],
     scale: float,
-    dropout: float,
-    softcap: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The same, written out, with `softcap * tanh(logits / softcap)` before the softmax: torch's own takes no cap."""
+    """The same as products and a softmax, and with `softcap * tanh(logits / softcap)`, which torch's own lacks."""
     groups = q_BHTE.shape[1] // k_BGSE.shape[1]
     k_BHSE = k_BGSE.repeat_interleave(groups, dim=1)
     logits_BHTS = scale * wide(q_BHTE @ k_BHSE.transpose(-1, -2))
-    return average(softcap * torch.tanh(logits_BHTS / softcap), v_BGSE, mask=mask, dropout=dropout)
+    if softcap is not None:
+        logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
+    return average(logits_BHTS, v_BGSE, mask=mask, dropout=dropout)
 
 
 def average(logits_BHTS: Tensor, v_BGSE: Tensor, *, mask: tuple[Tensor | None, bool], dropout: float = 0.0) -> Tensor:
