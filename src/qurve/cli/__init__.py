@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import tyro
 from rich.console import Console
 
+from qurve.cli.evaluating import evaluate
 from qurve.cli.generating import generate
 from qurve.cli.preparing import prepare
 from qurve.cli.runs import plan, presets, train
@@ -31,6 +32,7 @@ app = tyro.extras.SubcommandApp()
 _command: Callable[..., int]
 for _command in (compare, train, generate, prepare, report):  # in the order of the help
     app.command(_command)
+app.command(evaluate, name="eval")
 app.command(
     study,
     name="study",
@@ -38,7 +40,7 @@ app.command(
 )
 for _command in (watch, presets, plan):
     app.command(_command)
-COMMANDS = ("compare", "train", "generate", "prepare", "report", "study", "watch", "presets", "plan")
+COMMANDS = ("compare", "train", "generate", "prepare", "report", "eval", "study", "watch", "presets", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -155,10 +155,7 @@ class Sources:
             if name.endswith(".parquet"):
                 yield from _parquet(source.path, progress)
             elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-                pieces = _pieces(source.path, progress)
-                if new := _unpacker(name):
-                    pieces = _unpacked(pieces, source.path, new)
-                yield from _json_lines(pieces, source.path)
+                yield from (_field(record, place) for place, record in _objects(source.path, progress))
             else:
                 yield _text(source.path.read_bytes(), source.path)
         except OSError as error:
@@ -236,13 +233,28 @@ def _unpacked(pieces: Iterator[bytes], file: Path, new: Callable[[], Any]) -> It
         raise BadInput(f"{file} is cut short: its last frame does not end; get the file anew")
 
 
-def _json_lines(pieces: Iterator[bytes], file: Path) -> Iterator[str]:
+def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, object) of each line of a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file that is not blank.
+
+    `place` names file and line, for messages. Raises `BadInput` for what cannot be read, or is not one object a line.
+    """
+    try:
+        yield from _objects(file, lambda _: None)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read ({error.strerror or error})") from None
+
+
+def _objects(file: Path, progress: Callable[[int], None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    pieces = _pieces(file, progress)
+    if new := _unpacker(file.name.lower()):
+        pieces = _unpacked(pieces, file, new)
     for number, offset, line in _lines(pieces):
         if line.strip():
-            yield _json_document(line, f"{file}, line {number}", offset)
+            place = f"{file}, line {number}"
+            yield place, _json_object(line, place, offset)
 
 
-def _json_document(line: bytes, place: str, offset: int) -> str:
+def _json_object(line: bytes, place: str, offset: int) -> dict[str, Any]:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -250,7 +262,11 @@ def _json_document(line: bytes, place: str, offset: int) -> str:
     except (json.JSONDecodeError, RecursionError) as error:
         raise BadInput(f"{place}: not JSON ({error}); each line must hold one object") from None
     if not isinstance(record, dict):
-        raise BadInput(f"{place}: not a JSON object; each line must be one, with a field {FIELD!r}")
+        raise BadInput(f"{place}: not a JSON object; each line must be one")
+    return record
+
+
+def _field(record: dict[str, Any], place: str) -> str:
     if FIELD not in record:
         raise BadInput(f"{place}: no field {FIELD!r}; it has: {', '.join(record)}")
     return _checked(record[FIELD], place)

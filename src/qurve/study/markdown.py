@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from qurve.study import tables
 from qurve.study.against import Pairing
+from qurve.study.evaluated import evaluation_table, load_evaluation
 from qurve.study.headline import headline
 from qurve.study.provenance import commands, provenance
 from qurve.study.results import Arm, StudyResults, doubts
@@ -28,7 +29,9 @@ def markdown(results: StudyResults, other: StudyResults | None = None, pairs: Se
         "",
         *_arms(results),
     ]
-    for table in (gains_table(results), savings_table(results), costs_table(results), noise_table(results)):
+    evaluation = load_evaluation(results)
+    tasks = None if evaluation is None else evaluation_table(results, evaluation)
+    for table in (gains_table(results), savings_table(results), costs_table(results), noise_table(results), tasks):
         lines += [] if table is None else ["", *_in_words(table)]
     papers = [arm for arm in results.arms if arm.paper]
     if papers:

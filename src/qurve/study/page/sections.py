@@ -16,6 +16,7 @@ from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables
 from qurve.study.curves import Curve, band, gains, thinned
 from qurve.study.figures import colour_index, figures_of
+from qurve.study.page.evaluated import tasks_section
 from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture, setting_in_words
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
 from qurve.study.provenance import commands, provenance, single_run
@@ -261,6 +262,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("Paired differences", _differences),
     Section("What it is worth, and what it costs", _worth),
     Section("How much is noise", _noise),
+    Section("Likelihood tasks", tasks_section),
     Section("Learning curves", _curves),
     Section("Gain from the first step on", _gains),
     Section("Search", _search),
