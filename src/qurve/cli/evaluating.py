@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -118,7 +118,9 @@ def evaluate(
     if losses:
         console.print(_losses(losses))
     if results:
-        console.print(_tasks(results, limit))
+        console.print(_tasks(results))
+        for note in _task_notes(results, limit):
+            console.print(note, markup=False, highlight=False)
     if harness:
         console.print(_harness(harness))
     return 0
@@ -173,26 +175,37 @@ def _losses(losses: dict[str, Loss]) -> Table:
     return _table(head, rows)
 
 
-def _tasks(results: Sequence[TaskResult], limit: int | None) -> Table:
-    percent: Callable[[float | None], str] = lambda share: "–" if share is None else f"{100 * share:.1f}"  # noqa: E731
+def _tasks(results: Sequence[TaskResult]) -> Table:
     rows = []
     for result in results:
-        norm = "–" if result.interval_norm is None else " to ".join(map(percent, result.interval_norm))
         rows.append(
             (
-                result.task + ("" if limit is None else f" (first {limit:,})"),
+                result.task,
                 f"{result.items:,}",
-                percent(result.accuracy),
-                " to ".join(map(percent, result.interval)),
-                percent(result.accuracy_norm),
-                norm,
-                percent(result.chance),
+                _share(result.accuracy, result.interval),
+                _share(result.accuracy_norm, result.interval_norm),
+                _share(result.chance),
                 "–" if result.perplexity is None else f"{result.perplexity:.2f}",
-                f"{result.cut:,}",
             )
         )
-    head = ("task", "items", "accuracy, %", "95 % interval", "per byte, %", "95 % interval", "chance, %", "perplexity")
-    return _table((*head, "cut"), rows)
+    return _table(("task", "items", "accuracy, %", "per byte, %", "chance", "perplexity"), rows)
+
+
+def _task_notes(results: Sequence[TaskResult], limit: int | None) -> list[str]:
+    notes = ["In brackets: the 95 % interval over the items."]
+    if limit is not None:
+        notes.append(f"Only the first {limit:,} items of each task were taken.")
+    cut = [f"{result.task} {result.cut:,}" for result in results if result.cut]
+    if cut:
+        notes.append(f"Contexts that were too long and lost their beginning: {', '.join(cut)}.")
+    return notes
+
+
+def _share(share: float | None, interval: tuple[float, float] | None = None) -> str:
+    if share is None:
+        return "–"
+    ends = "" if interval is None else f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+    return f"{100 * share:.1f}{ends}"
 
 
 def _harness(harness: dict[str, dict[str, Any]]) -> Table:

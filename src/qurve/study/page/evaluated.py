@@ -35,8 +35,8 @@ def tasks_section(results: StudyResults) -> str | None:
                 draw,
                 alt=f"Errors on {found.task} against the {results.split_in_words} loss, a point for each run",
                 caption=f"{found.task}: errors against the {results.split_in_words} loss, a point for each of "
-                f"{found.n} runs. Rank correlation over all of them: {correlation}. Runs of one arm differ by their seeds "
-                "alone, so they are no independent witnesses of what the loss predicts.",
+                f"{found.n} runs. Rank correlation over all of them: {correlation}. Runs of one arm differ by their "
+                "seeds alone, so they are no independent witnesses of what the loss predicts.",
                 numbers=Numbers(f"Loss and errors on {found.task}", ["arm", "loss", "errors, %"], runs),
             )
         )
