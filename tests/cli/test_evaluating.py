@@ -45,7 +45,7 @@ def test_tasks_and_text_together(undisturbed: RunFolder, quiz: Path, tmp_path: P
     shown = words(call("eval", undisturbed.path, "--tasks", quiz, "--limit", 3).out)
     assert "the first 3 items of each task" in shown
     assert f"{100 * task['accuracy']:.1f}" in shown
-    assert "val" not in shown
+    assert "bits per byte" not in shown
 
 
 def test_a_study_gets_a_report(undisturbed: RunFolder, quiz: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,7 +91,7 @@ def test_the_command_and_what_it_cannot_get(undisturbed: RunFolder, tasks: dict[
     pytest.importorskip("lm_eval")
     told = call("eval", undisturbed.path, "--tasks", tasks["choices"], "--limit", 2, "--json")
     assert told.code == 0
-    assert json.loads(told.out.splitlines()[-1])["lm_eval"]["local_choices"]["sample_len"] == 2
+    assert told.json["lm_eval"]["local_choices"]["sample_len"] == 2
     refused = call("eval", undisturbed.path, "--tasks", "none.yaml")
     assert (refused.code, "none.yaml does not exist" in words(refused.err)) == (2, True)
 
