@@ -1,4 +1,4 @@
-"""Where the packages of the extra `hf` are missing: what needs none of them works, and the rest says what to install."""
+"""Where the packages of the extra `hf` are missing: what needs none of them works, the rest says what to install."""
 
 from __future__ import annotations
 

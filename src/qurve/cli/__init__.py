@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import tyro
 from rich.console import Console
 
+from qurve.cli.evaluating import evaluate
 from qurve.cli.exporting import export, import_
 from qurve.cli.generating import generate
 from qurve.cli.preparing import prepare
@@ -32,6 +33,7 @@ app = tyro.extras.SubcommandApp()
 _command: Callable[..., int]
 for _command in (compare, train, generate, prepare, report):  # in the order of the help
     app.command(_command)
+app.command(evaluate, name="eval")
 app.command(
     study,
     name="study",
@@ -46,6 +48,7 @@ COMMANDS = (
     "generate",
     "prepare",
     "report",
+    "eval",
     "study",
     "watch",
     "presets",

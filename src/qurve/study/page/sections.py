@@ -16,6 +16,7 @@ from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables, searched_arms
 from qurve.study.curves import Curve, band, gains, thinned
 from qurve.study.figures import colour_index, figures_of
+from qurve.study.page.evaluated import tasks_section
 from qurve.study.page.pieces import Numbers, Section, in_table, macro, picture
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
 from qurve.study.provenance import commands, provenance, single_run
@@ -229,6 +230,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("Paired differences", _differences, by_arm=True),
     Section("What it is worth, and what it costs", _worth, by_arm=True),
     Section("How much is noise", _noise, by_arm=True),
+    Section("Likelihood tasks", tasks_section, by_arm=True),
     Section("Learning curves", _curves, by_arm=True),
     Section("Gain from the first step on", _gains, by_arm=True),
     Section("Search", _search),
