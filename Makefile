@@ -42,7 +42,7 @@ bench-check: ## has anything become slower? a few ratios against the committed o
 
 docs: ## the documentation as a site, notebooks executed: site/index.html (a minute or two)
 	$(INSTALL) requirements-dev.lock
-	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(IN_VENV) mkdocs build --strict $(ARGS)
 	@echo "site/index.html is built; to search it: python3 -m http.server --directory site"
 
 lint: ## ruff, mypy and the layers alone

@@ -53,7 +53,7 @@ def in_site(path: str) -> str | None:
     if path in ABOVE:
         return ABOVE[path]
     if path.startswith("notebooks/"):
-        return path.removesuffix(".ipynb") + ".md"
+        return re.sub(r"\.ipynb$", ".md", path)
     return path.removeprefix("docs/") if path.startswith("docs/") else None
 
 
