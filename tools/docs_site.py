@@ -79,6 +79,8 @@ def pages_of(file: Path) -> dict[str, str | bytes]:
         lines += ["```python", cell.source, "```", ""]
         for output in cell.outputs:
             data = output.get("data", {})
+            if output.get("name") == "stderr":
+                continue  # progress and warnings, with paths of the machine
             if "image/png" in data:
                 name = f"{file.stem}-{number}.png"
                 figures[f"notebooks/{name}"] = base64.b64decode(data["image/png"])

@@ -44,14 +44,18 @@ class ParameterSpec(NamedTuple):
     """Shape of a parameter and how it starts: `normal` (std 0.02), `ones` or `zeros`."""
 
     shape: tuple[int, ...]
+    """`[out, in]` of a matrix, one number of a vector."""
     init: Literal["normal", "ones", "zeros"] = "normal"
+    """How it is drawn, unless the model's depth or topology asks for another size."""
 
 
 class Moments(NamedTuple):
     """Mean squares of the entries that a projection reads."""
 
     input: float = 1.0
+    """Of the block's normalised input."""
     other: float = 1.0
+    """Of what it also reads."""
 
 
 @dataclass(frozen=True)
