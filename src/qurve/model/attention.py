@@ -27,11 +27,16 @@ class HeadNorm(nn.RMSNorm):
     """RMSNorm over each head's channels, in float32 or wider whatever the dtypes of the input and the gain."""
 
     def forward(self, x_BHTE: Tensor) -> Tensor:
+        """`[B, H, T, E]` to the same, in its dtype."""
         return normalize("rmsnorm", x_BHTE, self.weight, None, self.eps or 0.0).to(x_BHTE.dtype)
 
 
 class Attention(nn.Module):
-    """Multi-head attention: `softmax(scale * q k^T + mask) v`, then the output projection."""
+    """Multi-head attention: `softmax(scale * q k^T + mask) v`, then the output projection.
+
+    Source: Vaswani et al., arXiv 1706.03762; with fewer heads of keys and values than of queries, Ainslie et al., arXiv
+    2305.13245.
+    """
 
     together = ("query", "key", "value")
     """Projections of one input, which `project` runs as one product."""
@@ -59,6 +64,8 @@ class Attention(nn.Module):
     def forward(
         self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None = None, state: Any = None
     ) -> Tensor:
+        """`[B, T, D]`. `inputs`: one tensor `[B, T, D]`, or one each for queries, keys and values; `hidden`: the hidden
+        activations of the block before, `[B, T, F]`; `state`: what decoding keeps of this block, written to here."""
         return self.leave(self.mixed(inputs, view, hidden, state).transpose(1, 2).flatten(2), inputs[0])
 
     def leave(self, y_BTO: Tensor, x_BTD: Tensor) -> Tensor:
@@ -138,7 +145,10 @@ def attend(
     dropout: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`softmax(scale * q k^T + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it."""
+    """`softmax(scale * q k^T + mask) v`: queries `[B, H, T, E]`, keys and values `[B, G, S, E]`, to `[B, H, T, E]`.
+
+    `mask` as `View.mask` gives it; `dropout` is a probability; `softcap` bounds the logits, `c * tanh(logits / c)`.
+    """
     alike = q_BHTE.dtype == k_BGSE.dtype == v_BGSE.dtype
     if not alike and not torch.is_autocast_enabled(q_BHTE.device.type):  # which gives all three one dtype
         q_BHTE, k_BGSE = q_BHTE.to(v_BGSE.dtype), k_BGSE.to(v_BGSE.dtype)
@@ -189,7 +199,10 @@ def written_out(
 
 
 def average(logits_BHTS: Tensor, v_BGSE: Tensor, *, mask: tuple[Tensor | None, bool], dropout: float = 0.0) -> Tensor:
-    """`softmax(logits + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it, the logits in float32 or wider."""
+    """`softmax(logits + mask) v`: `[B, H, T, S]`, in float32 or wider, and `[B, G, S, E]` to `[B, H, T, E]`.
+
+    `mask` as `View.mask` gives it; `dropout` is a probability.
+    """
     v_BHSE = v_BGSE.repeat_interleave(logits_BHTS.shape[1] // v_BGSE.shape[1], dim=1)
     visible, is_causal = mask
     if is_causal:
