@@ -33,7 +33,7 @@ app = tyro.extras.SubcommandApp()
 _command: Callable[..., int]
 for _command in (compare, train, generate, prepare, report):  # in the order of the help
     app.command(_command)
-app.command(evaluate, name="eval")
+app.command(name="eval")(evaluate)
 app.command(
     study,
     name="study",
@@ -41,7 +41,7 @@ app.command(
 )
 for _command in (watch, presets, plan, export):
     app.command(_command)
-app.command(import_, name="import")
+app.command(name="import")(import_)
 COMMANDS = (
     "compare",
     "train",

@@ -159,7 +159,7 @@ def _base(description: dict[str, Any], folder: Path) -> nn.Module:
         import transformers
     except ImportError:
         raise BadInput("transformers is not installed: pip install 'qurve[hf]', or give the base model") from None
-    kind = getattr(transformers, str(name), None)
+    kind: Any = getattr(transformers, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise BadInput(f"transformers has no model {name!r}: give the base as an instance, load(folder, model)")
     try:
