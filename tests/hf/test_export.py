@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from commands import ROOT, call, words
 from qurve.data.loader import TokenData
-from qurve.data.tokenizers import Tokenizer, ready_made, train_bpe
+from qurve.data.tokenizers import END_OF_TEXT, Tokenizer, ready_made, train_bpe
 from qurve.errors import BadInput
 from qurve.generate import Sampling, generate, run_tokenizer
 from qurve.hf.export import export, hub_tokenizer, import_folder, load_weights
@@ -286,6 +286,28 @@ def test_a_stock_model_of_somebody_else_is_a_run_without_a_tokenizer(tmp_path: P
     moved = import_folder(stock_folder(tmp_path / "model", activation_function="gelu"), tmp_path / "run")
     assert (moved.kind, moved.tokenizer, moved.rows) == ("GPT2LMHeadModel", None, 30)
     assert GPT.from_run(tmp_path / "run").config.bias
+
+
+def test_somebody_elses_byte_level_tokenizer_comes_along(tmp_path: Path) -> None:
+    """One that ends a text by another id than its last, and that begins a text by it where it is asked to."""
+    folder = stock_folder(tmp_path / "model", activation_function="gelu", vocab_size=257)
+    tree = json.loads(ready_made("bytes").as_json())
+    tree["model"]["vocab"] = {END_OF_TEXT: 0, **{s: i + 1 for s, i in tree["model"]["vocab"].items() if i < 256}}
+    tree["added_tokens"][0]["id"] = 0
+    end = {"id": END_OF_TEXT, "type_id": 0}
+    pieces = [{"SpecialToken": end}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [0], "tokens": [END_OF_TEXT]}}
+    tree["post_processor"] = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": tokens}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    assert import_folder(folder, tmp_path / "run").tokenizer == "bpe:257"
+    theirs, own = (
+        PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")),
+        run_tokenizer(tmp_path / "run"),
+    )
+    assert own.eot == 0
+    for text, ids in zip(TEXTS, own.encode_batch(TEXTS), strict=True):
+        assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids.tolist()
+        assert own.decode(ids.tolist()) == text
 
 
 # -------------------------------------------------------------------------------------------------------- a new process

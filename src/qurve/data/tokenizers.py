@@ -128,16 +128,20 @@ class _Trained(Tokenizer):
         self._hf = hf.Tokenizer.from_str(text)
         self._hf.encode_special_tokens = True  # that is: as ordinary text
         self.n_ids = self._hf.get_vocab_size()
-        self.spec, self.eot = f"bpe:{self.n_ids}", self.n_ids - 1
+        self.spec, end = f"bpe:{self.n_ids}", self._hf.token_to_id(END_OF_TEXT)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
-        if self._hf.token_to_id(END_OF_TEXT) != self.eot:
-            raise ValueError(f"its last id is not {END_OF_TEXT}")
+        if end is None:
+            raise ValueError(f"it has no {END_OF_TEXT}")
+        self.eot = end  # the last id, in one that was trained here
         vocabulary = self._hf.get_vocab(with_added_tokens=False)
         byte_of = {sign: byte for byte, sign in enumerate(_byte_signs())}
         self._pieces = {i: bytes(byte_of[sign] for sign in piece) for piece, i in vocabulary.items()}
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in self._hf.encode_batch_fast(list(texts))]
+        return [
+            np.array(encoding.ids, dtype=np.uint32)
+            for encoding in self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def _decode_bytes(self, ids: npt.NDArray[np.int64]) -> bytes:
         return b"".join(self._pieces[i] for i in ids.tolist())
