@@ -298,12 +298,9 @@ def test_somebody_elses_byte_level_tokenizer_comes_along(tmp_path: Path) -> None
     pieces = [{"SpecialToken": end}, {"Sequence": {"id": "A", "type_id": 0}}]
     tokens = {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [0], "tokens": [END_OF_TEXT]}}
     tree["post_processor"] = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": tokens}
-    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    (file := folder / "tokenizer.json").write_text(json.dumps(tree))
     assert import_folder(folder, tmp_path / "run").tokenizer == "bpe:257"
-    theirs, own = (
-        PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")),
-        run_tokenizer(tmp_path / "run"),
-    )
+    own, theirs = run_tokenizer(tmp_path / "run"), PreTrainedTokenizerFast(tokenizer_file=str(file))
     assert own.eot == 0
     for text, ids in zip(TEXTS, own.encode_batch(TEXTS), strict=True):
         assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids.tolist()
