@@ -160,7 +160,8 @@ def _base(description: dict[str, Any], folder: Path) -> nn.Module:
     except ImportError:
         raise BadInput("transformers is not installed: pip install 'qurve[hf]', or give the base model") from None
     kind: Any = getattr(transformers, str(name), None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
         raise BadInput(f"transformers has no model {name!r}: give the base as an instance, load(folder, model)")
     try:
         found: nn.Module = kind.from_pretrained(
