@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pydoc
 import re
 import runpy
@@ -19,7 +20,10 @@ from qurve.study.plan import make_plan, plan_ladder
 from qurve.study.tables import CSV_KEYS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+PAGES = [*sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), *NOTEBOOKS]
+INTERNAL = {"cli", "files", "ops"}
+"""Parts of the package that are nobody's to import."""
 
 
 def test_the_guides_numbers_are_the_evidences() -> None:
@@ -33,7 +37,7 @@ def test_a_generated_page_is_its_evidences(tool: str) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
@@ -43,7 +47,7 @@ def test_links_and_files_that_are_named_exist(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_presets_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     commands = set(re.findall(r"\bqurve (\w+) ?", " ".join(re.findall(r"`qurve [^`]+`", text))))
@@ -130,3 +134,21 @@ def test_the_guides_own_studies_work(tmp_path: Path) -> None:
         file = tmp_path / "my_study.py"
         file.write_text(code)
         assert isinstance(runpy.run_path(str(file))["STUDY"], Study)
+
+
+def test_the_reference_has_every_part_of_the_package() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/api/*.md"))
+    named = re.findall(r"^::: (\S+)$", pages, flags=re.MULTILINE)
+    sources = {name: ROOT.joinpath("src", *name.split(".")) for name in named}
+    assert [name for name, file in sources.items() if not (file.with_suffix(".py").exists() or file.is_dir())] == []
+    assert len(set(named)) == len(named)
+    parts = {path.stem for path in ROOT.glob("src/qurve/*") if not path.name.startswith("_") and path.suffix != ".json"}
+    assert parts - INTERNAL - {"py"} <= {name.split(".")[1] for name in named}
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_is_committed_without_what_it_prints(notebook: Path) -> None:
+    tree = json.loads(notebook.read_text(encoding="utf-8"))
+    codes = [cell for cell in tree["cells"] if cell["cell_type"] == "code"]
+    assert codes
+    assert [cell["source"] for cell in codes if cell["outputs"] or cell["execution_count"] is not None] == []

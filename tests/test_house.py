@@ -49,7 +49,7 @@ def required(*extras: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("lock", "extras"),
-    [("requirements.lock", ()), ("requirements-dev.lock", ("dev", "hf", "ray", "search", "track"))],
+    [("requirements.lock", ()), ("requirements-dev.lock", ("dev", "docs", "hf", "ray", "search", "track"))],
     ids=["runtime", "dev"],
 )
 def test_lock_pins_every_requirement_within_its_bound(lock: str, extras: tuple[str, ...]) -> None:

@@ -58,6 +58,11 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
         ),
         ("prepare", "--out --tokenizer --split --workers --json"),
         ("report", "--json"),
+        (
+            "eval",
+            "RUN|HF_DIR|STUDY --tasks --text --split --context --stride --limit --batch --data --precision --device "
+            "--json",
+        ),
         ("study", "status plan documents ladder"),
         ("study status", "FOLDER --json"),
         ("study plan", "STUDY --effect --from --json"),
@@ -71,6 +76,8 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
         ("watch", "RUN|STUDY"),
         ("presets", "--json"),
         ("plan", "--steps --device --set --json"),
+        ("export", "RUN --to --out --data --json"),
+        ("import", "HF_DIR --out --json"),
     ],
 )
 def test_help_of_a_command_names_its_flags(command: str, flags: str) -> None:
@@ -131,6 +138,13 @@ def test_module_and_version() -> None:
         ("prepare LATIN --out NEW --tokenizer bytes", "latin.txt"),
         ("prepare LATIN --out NEW --tokenizer gpt3", "gpt2"),
         ("report missing", "missing is not a study folder"),
+        ("eval missing --tasks TASK", "missing does not exist; give a run's folder, or a model's"),
+        ("eval missing --split val", "missing is no run's folder, and has no data of its own; give --text"),
+        ("eval missing", "say what to evaluate it on: --tasks TASK…, --text PATH…, or both"),
+        ("eval missing --tasks none.jsonl", "none.jsonl does not exist; a task is a file"),
+        ("eval missing --tasks TASK TASK", "two files have the name task; rename one of them"),
+        ("eval missing --batch 0", "--batch 0: it must be at least 1"),
+        ("eval missing --limit 0 --tasks TASK", "--limit 0: it must be at least 1"),
         ("train smoke --out NEW --set train.threads=100000", "train.threads = 100000: at most"),
         ("train smoke --out NEW --set model.vocab_size=100000000000000", "GB for its weights, gradients and optimiser"),
         (
@@ -149,8 +163,9 @@ def test_refused_input_leaves_with_2_a_reason_and_nothing_created(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "task.jsonl").write_text('{"context": "a", "target": "b"}')
     before = snapshot(tmp_path)
-    places = {"NEW": "deep/new", "EMPTY": "empty.txt", "LATIN": "latin.txt"}
+    places = {"NEW": "deep/new", "EMPTY": "empty.txt", "LATIN": "latin.txt", "TASK": "task.jsonl"}
     refused = call(*(places.get(word, word) for word in arguments.split()))
     assert refused.code == 2
     assert refused.out == ""

@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,8 +16,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurve.data.sources import Sources, _lines
-from qurve.errors import BadInput
+from qurve.data.sources import RECIPES, Sources, _lines
+from qurve.errors import BadInput, QurveError
 
 TEXTS = ["one", "two\n\nlines \r\n", "drei ü 🙂", " "]
 LINES = "".join(json.dumps({"source": "x", "text": text}) + "\n" for text in TEXTS).encode()
@@ -173,32 +174,83 @@ def test_the_hub_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeDataSet:
-    column_names = ("text",)
-    dataset_size = 10
-    _fingerprint = "abc"
+    """As `datasets.IterableDataset`: no length, and perhaps nothing known of it beforehand."""
 
-    def __len__(self) -> int:
-        return len(TEXTS)
+    def __init__(self, columns: list[str] | None = None, size: int | None = None, breaks_at: int | None = None) -> None:
+        self.column_names, self._breaks_at = columns, breaks_at
+        self._field = "body" if columns == ["body"] else "text"
+        split = types.SimpleNamespace(num_bytes=size)
+        self.info = types.SimpleNamespace(splits=None if size is None else {"train": split})
 
-    def select_columns(self, names: list[str]) -> list[dict[str, str]]:
-        return [{"text": text} for text in TEXTS]
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for row, text in enumerate(TEXTS):
+            if row == self._breaks_at:
+                raise ConnectionError("reset by peer\nat a bad time")
+            yield {"id": str(row), self._field: text}
 
 
-def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, FakeDataSet], list[dict[str, object]]]:
+    """What the hub has, and what it was asked for."""
+    there: dict[str, FakeDataSet] = {}
+    asked: list[dict[str, object]] = []
 
-    def load_dataset(name: str, split: str) -> FakeDataSet:
-        asked.append((name, split))
-        if name == "far/away":
+    def load_dataset(name: str, config: str | None, **options: object) -> FakeDataSet:
+        asked.append({"name": name, "config": config, **options})
+        return there[name]
+
+    def dataset_info(name: str) -> types.SimpleNamespace:
+        if name not in there:
             raise ConnectionError("no route\nto host")
-        return FakeDataSet()
+        return types.SimpleNamespace(sha=f"commit of {name}")
 
+    api = types.SimpleNamespace(dataset_info=dataset_info)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert read("hf:some/text", "hf:some/text:test") == TEXTS * 2
-    assert asked == [("some/text", "train"), ("some/text", "test")]
-    assert Sources(["hf:some/text"]).content() == [{"name": "hf:some/text", "bytes": 10, "sha256": "abc"}]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
+    return there, asked
+
+
+def test_the_hub_is_streamed_at_one_commit(hub: tuple[dict[str, FakeDataSet], list[dict[str, object]]]) -> None:
+    there, asked = hub
+    there["some/text"] = FakeDataSet(["id", "text"], size=10)
+    assert read("hf:some/text", "hf:some/text@en:test") == TEXTS * 2
+    same = {"name": "some/text", "revision": "commit of some/text", "streaming": True}
+    assert asked == [{**same, "config": None, "split": "train"}, {**same, "config": "en", "split": "test"}]
+    sources = Sources(["hf:some/text"])
+    assert sources.content() == [{"name": "hf:some/text", "bytes": 10, "sha256": "commit of some/text"}]
+    assert sources.streamed
+    assert list(sources.documents()) == list(sources.documents())
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_recipe_is_one_line(name: str, hub: tuple[dict[str, FakeDataSet], list[dict[str, object]]]) -> None:
+    there, asked = hub
+    repository, _, config = RECIPES[name].partition("@")
+    there[repository] = FakeDataSet()
+    assert read(f"hf:{name}") == TEXTS
+    assert (asked[0]["name"], asked[0]["config"], asked[0]["split"]) == (repository, config or None, "train")
+
+
+def test_what_the_hub_does_not_give(hub: tuple[dict[str, FakeDataSet], list[dict[str, object]]]) -> None:
+    there, _ = hub
     with pytest.raises(BadInput, match=r"hf:far/away cannot be had .*ConnectionError: no route\)"):
         Sources(["hf:far/away"])
-    monkeypatch.setattr(FakeDataSet, "column_names", ("body",))
+    there["some/text"] = FakeDataSet(["body"])
     with pytest.raises(BadInput, match=r"no column 'text'; it has: body"):
         Sources(["hf:some/text"])
+    there["some/text"] = FakeDataSet(breaks_at=1)
+    with pytest.raises(
+        QurveError, match=r"hf:some/text, row 1: the stream .* broke off \(.*: reset by peer\)"
+    ) as broken:
+        read("hf:some/text")
+    assert not isinstance(broken.value, BadInput)  # which would have what is tokenised thrown away
+
+
+def test_a_stream_whose_columns_show_only_in_its_rows(
+    hub: tuple[dict[str, FakeDataSet], list[dict[str, object]]],
+) -> None:
+    there, _ = hub
+    there["some/text"] = FakeDataSet(["body"])
+    there["some/text"].column_names = None
+    with pytest.raises(BadInput, match=r"hf:some/text, row 0: no field 'text'; it has: id, body"):
+        read("hf:some/text")

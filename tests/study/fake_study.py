@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+from qurve.config import content_hash, from_dict, to_dict, to_json
 from qurve.runfolder import RunFolder
+from qurve.train.config import RunConfig
 
 STEPS = 400
 
@@ -136,6 +140,20 @@ def write_study(
             fate = (fates or {}).get((a["name"], seed), "finished")
             if fate != "missing":
                 _write_run(folder / "runs" / a["name"] / f"seed-{seed}", a, seed, fate, finals or {}, steps, every)
+    return folder
+
+
+def write_study_around(real: RunFolder, folder: Path, arms: tuple[dict[str, Any], ...], **options: Any) -> Path:
+    """A study of invented numbers whose arms all have a real run's configuration, and its checkpoints in every run."""
+    tree, _ = real.config_json()
+    config = from_dict(RunConfig, {key: value for key, value in tree.items() if key != "format"})
+    write_study(folder, tuple({**a, "config": to_dict(config)} for a in arms), **options)
+    for path in (folder / "runs").glob("*/seed-*"):
+        run, seed = RunFolder(path), int(path.name.removeprefix("seed-"))
+        own = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
+        run.write_config(to_json(own), content_hash(own))
+        shutil.rmtree(run.checkpoints)
+        shutil.copytree(real.checkpoints, run.checkpoints)
     return folder
 
 

@@ -12,6 +12,8 @@ import tyro
 from rich.console import Console
 
 from qurve.cli.analyze import analyze
+from qurve.cli.evaluating import evaluate
+from qurve.cli.exporting import export, import_
 from qurve.cli.generating import generate
 from qurve.cli.preparing import prepare
 from qurve.cli.runs import plan, presets, train
@@ -32,15 +34,31 @@ app = tyro.extras.SubcommandApp()
 _command: Callable[..., int]
 for _command in (compare, train, generate, prepare, report):  # in the order of the help
     app.command(_command)
+app.command(name="eval")(evaluate)
 app.command(
     study,
     name="study",
     help="How far a study is, what it would take, its noise over documents, ladders: status, plan, documents, ladder.",
 )
 app.command(analyze, name="analyze", help="Look into a trained model: redundancy, symmetry, geometry, mechanism.")
-for _command in (watch, presets, plan):
+for _command in (watch, presets, plan, export):
     app.command(_command)
-COMMANDS = ("compare", "train", "generate", "prepare", "report", "study", "analyze", "watch", "presets", "plan")
+app.command(name="import")(import_)
+COMMANDS = (
+    "compare",
+    "train",
+    "generate",
+    "prepare",
+    "report",
+    "eval",
+    "study",
+    "analyze",
+    "watch",
+    "presets",
+    "plan",
+    "export",
+    "import",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

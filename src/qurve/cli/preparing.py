@@ -23,7 +23,7 @@ def prepare(
         arg(
             metavar="PATH…",
             help_behavior_hint="",
-            help="Text files, folders, .jsonl(.gz|.zst), .parquet, or hf:NAME for a hub data set.",
+            help="Text files, folders, .jsonl(.gz|.zst), .parquet, or hf:NAME for a hub data set (a network).",
         ),
     ],
     out: Annotated[Path, arg(metavar="DIR", help="The new data folder.")],

@@ -79,7 +79,7 @@ def prepare(
     request = {"format": FORMAT, "tokenizer": tokenizer, "split": split, "sources": sources.identity()}
     request_sha = hashlib.sha256(json.dumps(request).encode()).hexdigest()
     if workers is None:
-        workers = _cores() if sources.size >= _WORTH_PROCESSES else 1
+        workers = _cores() if sources.size >= _WORTH_PROCESSES or sources.streamed else 1
 
     def say(text: str) -> None:
         if progress:

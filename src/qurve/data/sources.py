@@ -5,7 +5,8 @@ What is read, by the end of the name:
     .txt .text .md            one document a file (as is any other file that is named outright)
     .jsonl .jsonl.gz .jsonl.zst   one document a line, its field `text`
     .parquet                  one document a row, its column `text`
-    hf:NAME or hf:NAME:SPLIT  a data set of the Hugging Face hub (needs the package `datasets`), its column `text`
+    hf:NAME[@CONFIG][:SPLIT]  a data set of the Hugging Face hub (needs the package `datasets`), its column `text`,
+                              streamed: nothing of it is kept on the disk. NAME may be one of `RECIPES`
 
 Folders are searched through, in the order of their files' names; hidden files are left alone. Everything that cannot
 be used raises `BadInput` with the file and the place in it; what is left out is counted in `Sources.dropped`.
@@ -23,11 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurve.errors import BadInput
+from qurve.errors import BadInput, QurveError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 READ_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 FIELD = "text"
+
+RECIPES = {
+    "openwebtext": "Skylion007/openwebtext",
+    "fineweb-10bt": "HuggingFaceFW/fineweb@sample-10BT",
+    "fineweb-edu-10bt": "HuggingFaceFW/fineweb-edu@sample-10BT",
+    "c4": "allenai/c4@en",
+}
+"""Short names of much-used data sets: `hf:c4`."""
 
 _PIECE = 1 << 16
 """Compressed bytes handed on at a time: small, since a piece of zstd can unfold to thousands of times its size."""
@@ -41,7 +50,7 @@ class Source:
     path: Path | None
     size: int
     version: str
-    """What changes when the content does, without reading it: time of change, or the data set's own fingerprint."""
+    """What changes when the content does, without reading it: time of change, or the data set's commit."""
 
 
 class Sources:
@@ -73,13 +82,15 @@ class Sources:
         if not self.all:
             raise BadInput(f"nothing to read in {', '.join(map(str, paths)) or 'no input at all'}: {_WHAT_IS_READ}")
         self.size = sum(source.size for source in self.all)
+        self.streamed = bool(self._data_sets)
+        """Whether some of it comes from the hub, which need not say how much it is."""
 
     def identity(self) -> list[list[str | int]]:
         """What tells these inputs from others without reading them: place, size and version of each."""
         return [[str(s.path.resolve()) if s.path else s.name, s.size, s.version] for s in self.all]
 
     def content(self) -> list[dict[str, str | int]]:
-        """What the manifest says of each input: name, size in bytes, sha256 (for a hub data set, its fingerprint)."""
+        """What the manifest says of each input: name, size in bytes, sha256 (for a hub data set, its commit)."""
         return [{"name": s.name, "bytes": s.size, "sha256": _sha256(s.path) if s.path else s.version} for s in self.all]
 
     def documents(self) -> Iterator[str]:
@@ -120,23 +131,29 @@ class Sources:
             raise BadInput(f"{path} {what}; give a text file, a folder, or {_WHAT_IS_READ}")
 
     def _hub_source(self, name: str) -> Source:
-        repository, _, split = name.removeprefix("hf:").partition(":")
+        """Look a data set up at its present commit: what is read later, and again after a stop, is that commit's."""
+        where, _, split = name.removeprefix("hf:").partition(":")
+        repository, _, config = RECIPES.get(where, where).partition("@")
+        split = split or "train"
         try:
             datasets = importlib.import_module("datasets")
+            hub = importlib.import_module("huggingface_hub")
         except ImportError:
             raise BadInput(f"{name} needs the package datasets; install it with `pip install 'qurve[hf]'`") from None
         try:
-            data = datasets.load_dataset(repository, split=split or "train")
+            commit = str(hub.HfApi().dataset_info(repository).sha)
+            data = datasets.load_dataset(repository, config or None, split=split, revision=commit, streaming=True)
         except Exception as error:  # its errors have no common base, and a missing network shows in many ways
             why = str(error).strip().splitlines() or [""]
             raise BadInput(
                 f"{name} cannot be had from the Hugging Face hub ({type(error).__name__}: {why[0]}); "
                 "check the name, the split and the network, or download the text and give its files"
             ) from None
-        if FIELD not in data.column_names:
+        if data.column_names is not None and FIELD not in data.column_names:
             raise BadInput(f"{name} has no column {FIELD!r}; it has: {', '.join(data.column_names)}")
         self._data_sets[name] = data
-        return Source(name, None, int(data.dataset_size or len(data)), str(data._fingerprint))
+        stated = (data.info.splits or {}).get(split)
+        return Source(name, None, int(stated.num_bytes or 0) if stated else 0, commit)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -155,20 +172,31 @@ class Sources:
             if name.endswith(".parquet"):
                 yield from _parquet(source.path, progress)
             elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-                pieces = _pieces(source.path, progress)
-                if new := _unpacker(name):
-                    pieces = _unpacked(pieces, source.path, new)
-                yield from _json_lines(pieces, source.path)
+                yield from (_field(record, place) for place, record in _objects(source.path, progress))
             else:
                 yield _text(source.path.read_bytes(), source.path)
         except OSError as error:
             raise BadInput(f"{source.path} cannot be read ({error.strerror or error})") from None
 
     def _hub_documents(self, source: Source, progress: Callable[[int], None]) -> Iterator[str]:
-        data = self._data_sets[source.name]
-        for row, example in enumerate(data.select_columns([FIELD])):
-            progress(source.size * row // len(data))
-            yield _checked(example[FIELD], f"{source.name}, row {row}")
+        read = 0
+        examples = iter(self._data_sets[source.name])
+        row = 0
+        while True:
+            try:
+                example = next(examples)
+            except StopIteration:
+                return
+            except Exception as error:  # as above; a connection may break at any document
+                why = (str(error).strip().splitlines() or [""])[0]
+                raise QurveError(
+                    f"{source.name}, row {row}: the stream from the hub broke off ({type(error).__name__}: {why}); "
+                    "the same call goes on from the documents that are tokenised already"
+                ) from None
+            text = _field(example, f"{source.name}, row {row}")
+            row, read = row + 1, read + len(text)
+            yield text
+            progress(read)
 
     def _drop(self, name: str, reason: str) -> None:
         self.dropped[name, reason] = self.dropped.get((name, reason), 0) + 1
@@ -236,13 +264,28 @@ def _unpacked(pieces: Iterator[bytes], file: Path, new: Callable[[], Any]) -> It
         raise BadInput(f"{file} is cut short: its last frame does not end; get the file anew")
 
 
-def _json_lines(pieces: Iterator[bytes], file: Path) -> Iterator[str]:
+def json_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, object) of each line of a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file that is not blank.
+
+    `place` names file and line, for messages. Raises `BadInput` for what cannot be read, or is not one object a line.
+    """
+    try:
+        yield from _objects(file, lambda _: None)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read ({error.strerror or error})") from None
+
+
+def _objects(file: Path, progress: Callable[[int], None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    pieces = _pieces(file, progress)
+    if new := _unpacker(file.name.lower()):
+        pieces = _unpacked(pieces, file, new)
     for number, offset, line in _lines(pieces):
         if line.strip():
-            yield _json_document(line, f"{file}, line {number}", offset)
+            place = f"{file}, line {number}"
+            yield place, _json_object(line, place, offset)
 
 
-def _json_document(line: bytes, place: str, offset: int) -> str:
+def _json_object(line: bytes, place: str, offset: int) -> dict[str, Any]:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -250,7 +293,11 @@ def _json_document(line: bytes, place: str, offset: int) -> str:
     except (json.JSONDecodeError, RecursionError) as error:
         raise BadInput(f"{place}: not JSON ({error}); each line must hold one object") from None
     if not isinstance(record, dict):
-        raise BadInput(f"{place}: not a JSON object; each line must be one, with a field {FIELD!r}")
+        raise BadInput(f"{place}: not a JSON object; each line must be one")
+    return record
+
+
+def _field(record: dict[str, Any], place: str) -> str:
     if FIELD not in record:
         raise BadInput(f"{place}: no field {FIELD!r}; it has: {', '.join(record)}")
     return _checked(record[FIELD], place)

@@ -65,6 +65,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def _decode_bytes(self, ids: npt.NDArray[np.int64]) -> bytes: ...
 
+    @abstractmethod
+    def as_json(self) -> str:
+        """It as a `tokenizer.json` of the package `tokenizers`: the same ids for every text, where that is told to
+        leave special tokens in a text alone (`encode_special_tokens`)."""
+
     def save(self, path: str | os.PathLike[str]) -> None:  # noqa: B027 (the ready-made ones have nothing to write)
         """Write into the folder `path` what `load` needs beyond the spec: `tokenizer.json`, if it was trained."""
 
@@ -80,6 +85,9 @@ class _Bytes(Tokenizer):
     def _decode_bytes(self, ids: npt.NDArray[np.int64]) -> bytes:
         return ids.astype(np.uint8).tobytes()
 
+    def as_json(self) -> str:
+        return _byte_level_json({sign: byte for byte, sign in enumerate(_byte_signs())}, [], words=False)
+
 
 class _Gpt2(Tokenizer):
     # contractions; then letters, digits or other signs, each with the space before it; then white space
@@ -88,7 +96,7 @@ class _Gpt2(Tokenizer):
     def __init__(self) -> None:
         import tiktoken
 
-        table = (resources.files("qurve.data") / "gpt2" / "vocab.bpe").read_bytes()
+        table = _gpt2_table()
         self.spec, self.n_ids, self.eot = "gpt2", 50_257, 50_256
         self.sha256 = hashlib.sha256(table).hexdigest()
         self._encoding = tiktoken.Encoding(
@@ -105,6 +113,12 @@ class _Gpt2(Tokenizer):
     def _decode_bytes(self, ids: npt.NDArray[np.int64]) -> bytes:
         return bytes(self._encoding.decode_bytes(ids.tolist()))
 
+    def as_json(self) -> str:
+        table, signs = _gpt2_table().decode(), _byte_signs()
+        vocabulary = {"".join(signs[byte] for byte in piece): i for piece, i in _gpt2_ranks(table).items()}
+        merges = [(left, right) for left, right in (line.split(" ") for line in table.splitlines()[1:])]
+        return _byte_level_json(vocabulary, merges, words=True)
+
 
 class _Trained(Tokenizer):
     def __init__(self, text: str) -> None:
@@ -114,19 +128,26 @@ class _Trained(Tokenizer):
         self._hf = hf.Tokenizer.from_str(text)
         self._hf.encode_special_tokens = True  # that is: as ordinary text
         self.n_ids = self._hf.get_vocab_size()
-        self.spec, self.eot = f"bpe:{self.n_ids}", self.n_ids - 1
+        self.spec, end = f"bpe:{self.n_ids}", self._hf.token_to_id(END_OF_TEXT)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
-        if self._hf.token_to_id(END_OF_TEXT) != self.eot:
-            raise ValueError(f"its last id is not {END_OF_TEXT}")
+        if end is None:
+            raise ValueError(f"it has no {END_OF_TEXT}")
+        self.eot = end  # the last id, in one that was trained here
         vocabulary = self._hf.get_vocab(with_added_tokens=False)
         byte_of = {sign: byte for byte, sign in enumerate(_byte_signs())}
         self._pieces = {i: bytes(byte_of[sign] for sign in piece) for piece, i in vocabulary.items()}
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in self._hf.encode_batch_fast(list(texts))]
+        return [
+            np.array(encoding.ids, dtype=np.uint32)
+            for encoding in self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def _decode_bytes(self, ids: npt.NDArray[np.int64]) -> bytes:
         return b"".join(self._pieces[i] for i in ids.tolist())
+
+    def as_json(self) -> str:
+        return self._json
 
     def save(self, path: str | os.PathLike[str]) -> None:
         part = Path(path) / f".{TOKENIZER_FILE}.part"
@@ -204,6 +225,22 @@ def _byte_signs() -> list[str]:
     signs = [chr(b) if chr(b).isprintable() and chr(b) != " " else "" for b in range(256)]
     spare = iter(range(256, 512))
     return [sign or chr(next(spare)) for sign in signs]
+
+
+def _byte_level_json(vocabulary: dict[str, int], merges: list[tuple[str, str]], *, words: bool) -> str:
+    """Byte-level BPE as a `tokenizer.json`; `words`: merges stay within GPT-2's words."""
+    import tokenizers as hf
+    from tokenizers import decoders, models, pre_tokenizers
+
+    bpe = hf.Tokenizer(models.BPE(vocabulary, merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([END_OF_TEXT])
+    return str(bpe.to_str(pretty=True))
+
+
+def _gpt2_table() -> bytes:
+    return (resources.files("qurve.data") / "gpt2" / "vocab.bpe").read_bytes()
 
 
 def _gpt2_ranks(table: str) -> dict[bytes, int]:

@@ -54,8 +54,11 @@ class Piece:
     """One more token of one text."""
 
     prompt: int
+    """Which of the prompts, counted from 0."""
     sample: int
+    """Which of its samples, counted from 0."""
     id: int
+    """The token."""
     text: str
     """The characters that are certain now, possibly none: whole ones, and nothing that may belong to a stop string."""
     result: Generated | None = None
@@ -76,7 +79,11 @@ def generate(
     dtype: torch.dtype | None = None,
     compile: bool = False,
 ) -> list[Generated]:
-    """Continue every prompt, `samples` times each; the results in the order of the prompts. See `stream`."""
+    """Continue every prompt, `samples` times each; the results in the order of the prompts, then of the samples.
+
+    Takes what `stream` takes, which has every option explained, and raises what it raises: `BadInput`, before anything
+    is made.
+    """
     pieces = stream(
         model,
         prompts,

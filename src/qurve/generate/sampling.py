@@ -39,7 +39,7 @@ class Sampling:
     min_p: float | None = None
     """Keep tokens that are at least this share as likely as the likeliest (Nguyen et al., arXiv 2407.01082)."""
     seed: int = 0
-    """Of the random numbers."""
+    """Of the random numbers: every text's stream begins from it, its prompt and its sample."""
 
     def __post_init__(self) -> None:
         # Beyond these, float32 has no numbers for what comes of the logits.

@@ -72,7 +72,12 @@ def run_data(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None
 
 
 def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """The tokenizer that a run's data was prepared with, found as `run_data` finds it, which says what it raises."""
+    """The tokenizer that a run's data was prepared with, found as `run_data` finds it, which says what it raises.
+
+    An imported model has no data; its tokenizer is in the run's own folder `tokenizer`.
+    """
+    if data is None and (own := RunFolder(folder).path / "tokenizer").is_dir():
+        return load(own)
     opened = run_data(folder, data)
     if opened.tokenizer == "unknown":
         raise BadInput(

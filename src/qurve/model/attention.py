@@ -6,6 +6,7 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,16 @@ class HeadNorm(nn.RMSNorm):
     """RMSNorm over each head's channels, in float32 or wider whatever the dtypes of the input and the gain."""
 
     def forward(self, x_BHTE: Tensor) -> Tensor:
+        """`[B, H, T, E]` to the same, in its dtype."""
         return normalize("rmsnorm", x_BHTE, self.weight, None, self.eps or 0.0).to(x_BHTE.dtype)
 
 
 class Attention(nn.Module):
-    """Multi-head attention: `softmax(scale * q k^T + mask) v`, then the output projection."""
+    """Multi-head attention: `softmax(scale * q k^T + mask) v`, then the output projection.
+
+    Source: Vaswani et al., arXiv 1706.03762; with fewer heads of keys and values than of queries, Ainslie et al., arXiv
+    2305.13245.
+    """
 
     together = ("query", "key", "value")
     """Projections of one input, which `project` runs as one product."""
@@ -39,6 +45,9 @@ class Attention(nn.Module):
     key: Projection
     value: Projection
     output: Projection
+
+    attending: Callable[..., Tensor] | None = None
+    """What runs in the place of `attend`, with its arguments and its result; set on an instance (see `qurve.hf`)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -55,6 +64,8 @@ class Attention(nn.Module):
     def forward(
         self, inputs: tuple[Tensor, ...], view: View, hidden: Tensor | None = None, state: Any = None
     ) -> Tensor:
+        """`[B, T, D]`. `inputs`: one tensor `[B, T, D]`, or one each for queries, keys and values; `hidden`: the hidden
+        activations of the block before, `[B, T, F]`; `state`: what decoding keeps of this block, written to here."""
         return self.leave(self.mixed(inputs, view, hidden, state).transpose(1, 2).flatten(2), inputs[0])
 
     def leave(self, y_BTO: Tensor, x_BTD: Tensor) -> Tensor:
@@ -99,7 +110,12 @@ class Attention(nn.Module):
         if state is not None:
             k_BGTE, v_BGTE = state.extend(view.start, k_BGTE, v_BGTE)
         dropout = config.dropout if self.training else 0.0
-        attention = partial(attend, mask=view.mask(config.window), scale=config.scale, softcap=config.attention_softcap)
+        given: dict[str, Any] = {
+            "mask": view.mask(config.window),
+            "scale": config.scale,
+            "softcap": config.attention_softcap,
+        }
+        attention = partial(self.attending or attend, **given)
         y_BHTE = attention(q_BHTE, k_BGTE, v_BGTE, dropout=dropout)
         if config.residual.attention_skip:
             return y_BHTE
@@ -129,12 +145,15 @@ def attend(
     dropout: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`softmax(scale * q k^T + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it."""
+    """`softmax(scale * q k^T + mask) v`: queries `[B, H, T, E]`, keys and values `[B, G, S, E]`, to `[B, H, T, E]`.
+
+    `mask` as `View.mask` gives it; `dropout` is a probability; `softcap` bounds the logits, `c * tanh(logits / c)`.
+    """
     alike = q_BHTE.dtype == k_BGSE.dtype == v_BGSE.dtype
     if not alike and not torch.is_autocast_enabled(q_BHTE.device.type):  # which gives all three one dtype
         q_BHTE, k_BGSE = q_BHTE.to(v_BGSE.dtype), k_BGSE.to(v_BGSE.dtype)
     if softcap is not None:
-        return _attend_capped(q_BHTE, k_BGSE, v_BGSE, mask, scale, dropout, softcap)
+        return written_out(q_BHTE, k_BGSE, v_BGSE, mask=mask, scale=scale, dropout=dropout, softcap=softcap)
     mask_TS, is_causal = mask
     is_long, on_cpu = k_BGSE.shape[2] > SHORT, q_BHTE.device.type == "cpu"
     if is_causal and is_long and on_cpu and not dropout and torch.compiler.is_compiling():
@@ -160,24 +179,30 @@ def _attend_in_blocks(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: flo
     return causal_attention(q_BHTE.to(dtype), k_BHTE.to(dtype), v_BHTE.to(dtype), scale)
 
 
-def _attend_capped(
+def written_out(
     q_BHTE: Tensor,
     k_BGSE: Tensor,
     v_BGSE: Tensor,
+    *,
     mask: tuple[Tensor | None, bool],
     scale: float,
-    dropout: float,
-    softcap: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The same, written out, with `softcap * tanh(logits / softcap)` before the softmax: torch's own takes no cap."""
+    """The same as products and a softmax, and with `softcap * tanh(logits / softcap)`, which torch's own lacks."""
     groups = q_BHTE.shape[1] // k_BGSE.shape[1]
     k_BHSE = k_BGSE.repeat_interleave(groups, dim=1)
     logits_BHTS = scale * wide(q_BHTE @ k_BHSE.transpose(-1, -2))
-    return average(softcap * torch.tanh(logits_BHTS / softcap), v_BGSE, mask=mask, dropout=dropout)
+    if softcap is not None:
+        logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
+    return average(logits_BHTS, v_BGSE, mask=mask, dropout=dropout)
 
 
 def average(logits_BHTS: Tensor, v_BGSE: Tensor, *, mask: tuple[Tensor | None, bool], dropout: float = 0.0) -> Tensor:
-    """`softmax(logits + mask) v`, `[B, H, T, E]`; `mask` as `View.mask` gives it, the logits in float32 or wider."""
+    """`softmax(logits + mask) v`: `[B, H, T, S]`, in float32 or wider, and `[B, G, S, E]` to `[B, H, T, E]`.
+
+    `mask` as `View.mask` gives it; `dropout` is a probability.
+    """
     v_BHSE = v_BGSE.repeat_interleave(logits_BHTS.shape[1] // v_BGSE.shape[1], dim=1)
     visible, is_causal = mask
     if is_causal:

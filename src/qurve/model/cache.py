@@ -56,6 +56,9 @@ class Cache:
 
         cache = Cache(model.config, batch=2, padding_B=torch.tensor([0, 3]))
         logits_BTV = model(prompts_BT, cache)          # then one token at a time: model(next_B1, cache)
+
+    `filled` says how many tokens are in it, padding counted. Raises `ValueError` for a bidirectional model, and for
+    padding that is not one number of at least 0 a sequence.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Cache:
                 state.grow(self.length)
 
     def select(self, rows_K: Tensor) -> None:
-        """Go on with the sequences of these rows, in this order: some left out, say, or some several times.
+        """Go on with the sequences of these rows `[K]`, in this order: some left out, say, or some several times.
 
         Padding that all of them have is taken away, so that `filled` becomes the length of the longest.
         """

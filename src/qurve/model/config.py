@@ -54,7 +54,10 @@ class Subspaces:
 
 @dataclass(frozen=True)
 class LayerOverride:
-    """What is different in some blocks; None leaves the model's own."""
+    """What is different in some blocks; None leaves the model's own.
+
+    Raises `BadInput` where no block or no change is named.
+    """
 
     layers: tuple[int, ...]
     """The blocks, counted from 0."""
@@ -75,16 +78,23 @@ class LayerOverride:
 
     @property
     def changes(self) -> dict[str, object]:
+        """Fields of `ModelConfig` by name, with what these blocks have in their place."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layers"}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A transformer. The defaults are the paper's baseline: GPT-2 with pre-norms, learned positions and GELU."""
+    """A transformer. The defaults are the paper's baseline: GPT-2 with pre-norms, learned positions and GELU.
+
+    Raises `BadInput`, which names the field and the way out, for what cannot be: numbers that are out of range, widths
+    that do not divide, parts that do not go together. Source of the defaults: arXiv 2603.13381, section 2.
+    """
 
     n_layers: int = 12
+    """L: blocks."""
     d_model: int = 768
+    """D: width of the residual stream."""
     n_heads: int = 12
     """H: heads of the queries."""
     n_kv_heads: int | None = field(default=None, metadata=or_else("n_heads"))
@@ -92,26 +102,35 @@ class ModelConfig:
     d_head: int | None = field(default=None, metadata=or_else("d_model / n_heads"))
     """E: width of a head; None takes `d_model / n_heads`."""
     d_ff: int = 3072
-    """Hidden width of the feed-forward, of each expert where there are several."""
+    """F: hidden width of the feed-forward, of each expert where there are several."""
     context: int = 1024
     """Positions: the longest sequence, in tokens."""
     vocab_size: int = 50304
     """Rows of the embedding. GPT-2's 50,257 ids padded to a multiple of 64; the padded ids are never real tokens."""
     query: ProjectionConfig = field(default_factory=Linear)
+    """From the block's normalised input to queries, D to H E channels; `Bottleneck()` is the paper's layer."""
     key: ProjectionConfig = field(default_factory=Linear)
+    """To keys, D to G E channels."""
     value: ProjectionConfig = field(default_factory=Linear)
+    """To values, D to G E channels."""
     output: ProjectionConfig = field(default_factory=Linear)
     """W_O: from the heads' outputs, side by side, to the model's width."""
     mixer: MixerConfig = field(default_factory=Softmax)
+    """What lets a token read others."""
     residual: ResidualConfig = field(default_factory=Skip)
+    """How attention and feed-forward read the residual stream and write to it; where norms stand."""
     mlp: FeedForwardConfig = field(default_factory=Dense)
+    """The feed-forward: dense, gated, or a mixture of experts."""
     subspaces: Subspaces = field(default_factory=Subspaces)
+    """Channels of the feed-forward that the next block's queries, keys or values alone read; none by default."""
     overrides: tuple[LayerOverride, ...] = ()
     """Blocks that are different; where two speak of one block, the later one counts."""
     share_blocks: bool = False
     """One block's weights serve as all `n_layers`."""
     positions: PositionConfig = field(default_factory=Learned)
+    """How a model knows where a token stands."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Of blocks and at the end, over D channels."""
     qk_norm: bool = False
     """RMSNorm over each head's queries and keys, before their rotation: 2 E parameters a block, one gain for all heads
     (as in Qwen3, arXiv 2505.09388; after Henry et al., arXiv 2010.04245)."""
@@ -126,10 +145,13 @@ class ModelConfig:
     logit_softcap: float | None = None
     """`c * tanh(logits / c)` on the model's logits, as in Gemma 2."""
     dropout: float = 0.0
+    """Probability, of embeddings, attention weights and what each sublayer writes; in training alone."""
     bias: bool = False
+    """Whether linear maps and layer norms add one."""
     tie_embeddings: bool = True
     """Whether the output head is the token embedding."""
     norm_eps: float = 1e-5
+    """Added to the mean square, or the variance, in every norm."""
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -232,17 +254,17 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """E, resolved."""
+        """E, resolved: channels of a head."""
         return self.d_model // self.n_heads if self.d_head is None else self.d_head
 
     @property
     def kv_heads(self) -> int:
-        """G, resolved."""
+        """G, resolved: heads of the keys and values."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
     def scale(self) -> float:
-        """The attention scale, resolved."""
+        """What the logits `q k^T` are multiplied by, resolved."""
         return 1 / math.sqrt(self.head_width) if self.attention_scale is None else self.attention_scale
 
     @property

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeedForwardConfig(Choice):
-    """Base of the kinds."""
+    """Base of the kinds; register one with `@FeedForwardConfig.register("name")`."""
 
     registry: ClassVar[dict[str, type[FeedForwardConfig]]]
     if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class FeedForwardConfig(Choice):
         return self.activation == "relu2"
 
     def num_params(self, d_model: int, d_ff: int, bias: bool) -> int:
+        """Learnable numbers."""
         return sum(out * (into + bias) for out, into in self.matrices(d_model, d_ff).values())
 
     def active_params(self, d_model: int, d_ff: int, bias: bool) -> int:
@@ -54,14 +55,14 @@ class FeedForwardConfig(Choice):
         return self.num_params(d_model, d_ff, bias)
 
     def flops_per_token(self, d_model: int, d_ff: int) -> int:
-        """Forward FLOPs of the matrix products."""
+        """Forward FLOPs of the matrix products for one token."""
         return sum(2 * out * into for out, into in self.matrices(d_model, d_ff).values())
 
 
 @FeedForwardConfig.register("dense")
 @dataclass(frozen=True)
 class Dense(FeedForwardConfig):
-    """`a(x W_up) W_down`: GELU as in GPT-2, squared ReLU as in Primer."""
+    """`a(x W_up) W_down`: GELU as in GPT-2, squared ReLU as in Primer (So et al., arXiv 2109.08668)."""
 
     activation: Activation = "gelu"
 
@@ -101,12 +102,17 @@ class MixtureOfExperts(FeedForwardConfig):
 
     No expert has a capacity, so no token is dropped. The training loss gains `balance` times the load-balancing loss
     `N * sum_n share_n * probability_n` (Fedus et al., arXiv 2101.03961), which is 1 when all experts are used alike.
+
+    Raises `BadInput` unless `active` is between 1 and `experts` and `balance` at least 0.
     """
 
     experts: int = 8
+    """N: gated feed-forwards to choose from."""
     active: int = 2
+    """K: how many of them a token goes to."""
     activation: Activation = "silu"
     balance: float = 0.01
+    """Weight of the load-balancing loss in the training loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,7 +50,8 @@ class GatedFeedForward(nn.Module):
 
 
 class ExpertFeedForward(nn.Module):
-    """A router and its experts. After a forward pass in training, `balance_loss` and `usage_N` tell of its choices."""
+    """A router and its experts: `[B, T, D]` to the same. After a forward pass in training, `balance_loss` and `usage_N`
+    tell of its choices."""
 
     def __init__(self, config: ModelConfig, kind: MixtureOfExperts) -> None:
         super().__init__()

@@ -60,6 +60,7 @@ class Block(nn.Module):
     def forward(
         self, stream: Tensor, view: View, carried: Carried = (None, None), state: Any = None
     ) -> tuple[Tensor, Carried]:
+        """The stream behind this block, and what it hands to the next one. `state` is what decoding keeps of it."""
         inputs = self.inputs(stream, carried)
         return self.leave(stream, self.attention(inputs, view, carried[0], state))
 
@@ -91,7 +92,8 @@ class GPT(nn.Module):
     """The paper's model, for any projections.
 
     `GPT(config)(ids_BT) -> logits_BTV`; `.loss(ids, targets)` is the mean cross-entropy in nats per token;
-    `GPT.from_run(folder)` loads a trained one. Initial weights depend on `seed` and each parameter's name alone.
+    `GPT.from_run(folder)` loads a trained one. Initial weights depend on `seed` and each parameter's name alone: two
+    models share every tensor of the same name and shape. Weights are of torch's default dtype and device.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
@@ -144,11 +146,13 @@ class GPT(nn.Module):
         prefix_B: Tensor | None = None,
         allowed_BTT: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[B, T, V]`. With a cache, `ids_BT` continues the tokens in it, and the cache grows by T.
+        """Logits `[B, T, V]` of ids `[B, T]`, whole numbers below V. With a cache, `ids_BT` continues the tokens in it,
+        and it grows by T.
 
         `padding_B`: tokens of padding at the left of each sequence (with a cache: given to it). `prefix_B`: how many
         tokens at the beginning all see each other, for a model that attends so; the first call has to hold them.
         `allowed_BTT` `[B or 1, T, T]`: further limits, false where a token (second axis) may not see another.
+        Raises `ValueError` for more tokens than the context holds, and for limits that do not fit the ids or the model.
         """
         hidden_BTD, _ = self.hidden(ids_BT, cache, padding_B=padding_B, prefix_B=prefix_B, allowed_BTT=allowed_BTT)
         return self.logits(hidden_BTD)
@@ -242,6 +246,7 @@ class GPT(nn.Module):
         """Mean cross-entropy over the targets, in nats per token; softmax in float32. Targets of -100 do not count.
 
         In training a mixture of experts adds its load-balancing loss, weighted, mean over the blocks.
+        Ids and targets are `[B, T]`; `prefix_B` as in `forward`, which says what it raises.
         """
         hidden_BTD, balances = self.hidden(ids_BT, prefix_B=prefix_B)
         hidden_ND = self._scaled(hidden_BTD).flatten(0, 1)
@@ -252,4 +257,5 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
+        """`[V, D]`: the token embedding where they are tied."""
         return self.token_embedding.weight if self.head is None else self.head.weight

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixerConfig(Choice):
-    """Base of the kinds. Wherever a `ModelConfig` is given, it is the one of the block: `config.at(layer)`."""
+    """Base of the kinds; register one with `@MixerConfig.register("name")`.
+
+    Wherever a `ModelConfig` is given, it is the one of the block: `config.at(layer)`.
+    """
 
     registry: ClassVar[dict[str, type[MixerConfig]]]
     projections: ClassVar[tuple[str, ...]] = ("query", "key", "value", "output")

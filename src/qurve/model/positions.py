@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PositionConfig(Choice):
-    """Base of the kinds of positions."""
+    """Base of the kinds of positions; register one with `@PositionConfig.register("name")`."""
 
     registry: ClassVar[dict[str, type[PositionConfig]]]
 

@@ -24,7 +24,7 @@ SUBLAYERS: tuple[Sublayer, Sublayer] = ("attention", "mlp")
 
 @dataclass(frozen=True)
 class ResidualConfig(Choice):
-    """Base of the kinds."""
+    """Base of the kinds; register one with `@ResidualConfig.register("name")`."""
 
     registry: ClassVar[dict[str, type[ResidualConfig]]]
 
@@ -34,14 +34,17 @@ class ResidualConfig(Choice):
     # What a topology may change; other schemes keep both skips and norms before each sublayer.
     @property
     def norm_place(self) -> Literal["pre", "post", "none"]:
+        """Whether norms stand before each sublayer, after each sum, or nowhere."""
         return "pre"
 
     @property
     def attention_skip(self) -> bool:
+        """Whether the stream also goes past attention."""
         return True
 
     @property
     def mlp_skip(self) -> bool:
+        """Whether the stream also goes past the feed-forward."""
         return True
 
     def check(self, config: ModelConfig) -> None:
@@ -52,9 +55,11 @@ class ResidualConfig(Choice):
         raise NotImplementedError
 
     def expand(self, x_BTD: Tensor) -> Tensor:
+        """The stream, of the embeddings `[B, T, D]`."""
         return x_BTD
 
     def collapse(self, stream: Tensor) -> Tensor:
+        """`[B, T, D]`, of the stream behind the last block."""
         return stream
 
     def num_params(self, config: ModelConfig, sublayer: Sublayer) -> int:
@@ -62,7 +67,7 @@ class ResidualConfig(Choice):
         raise NotImplementedError
 
     def flops_per_token(self, config: ModelConfig, sublayer: Sublayer) -> int:
-        """Forward FLOPs of its matrix products."""
+        """Forward FLOPs of its matrix products for one token."""
         raise NotImplementedError
 
 

@@ -31,8 +31,11 @@ class Dims(NamedTuple):
     """What a projection's owner fixes: the widths, and whether linear maps and norms carry biases."""
 
     d_in: int
+    """D: channels of the input."""
     d_out: int
+    """O: channels of the output."""
     bias: bool = False
+    """Whether linear maps and layer norms add one."""
     d_other: int = 0
     """Width of what a projection reads besides its input (`also_reads`); 0 where there is no such thing."""
 
@@ -41,7 +44,9 @@ class ParameterSpec(NamedTuple):
     """Shape of a parameter and how it starts: `normal` (std 0.02), `ones` or `zeros`."""
 
     shape: tuple[int, ...]
+    """`[out, in]` of a matrix, one number of a vector."""
     init: Literal["normal", "ones", "zeros"] = "normal"
+    """How it is drawn, unless the model's depth or topology asks for another size."""
 
 
 class Reach(NamedTuple):
@@ -61,12 +66,17 @@ class Moments(NamedTuple):
     """Mean squares of the entries that a projection reads."""
 
     input: float = 1.0
+    """Of the block's normalised input."""
     other: float = 1.0
+    """Of what it also reads."""
 
 
 @dataclass(frozen=True)
 class ProjectionConfig(Choice):
-    """Base class of all projections; register a kind with `@ProjectionConfig.register("name")`."""
+    """Base class of all projections; register a kind with `@ProjectionConfig.register("name")`.
+
+    Fields are the kind's options, of plain types with defaults: a value of another type raises `BadInput`.
+    """
 
     registry: ClassVar[dict[str, type[ProjectionConfig]]]
     also_reads: ClassVar[Literal["mlp_hidden", "block_input"] | None] = None
@@ -107,7 +117,7 @@ class ProjectionConfig(Choice):
         return f"there is no kernel for the kind {self.kind!r}"
 
     def triton_head(self, p: Projection, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
-        """`head` as one Triton kernel."""
+        """`head` as one Triton kernel, with the same shapes; not called where `triton_refusal` has a reason."""
         raise NotImplementedError
 
     def at_first(self) -> ProjectionConfig:
@@ -136,14 +146,18 @@ class ProjectionConfig(Choice):
         return Reach(False, dims.d_out)
 
     def num_params(self, dims: Dims) -> int:
+        """Learnable numbers, those of gains and biases included."""
         return sum(math.prod(spec.shape) for spec in self.parameters(dims).values())
 
     def flops_per_token(self, dims: Dims) -> int:
-        """Forward FLOPs of the matrix products; norms and activations are not counted, as is customary."""
+        """Forward FLOPs of one token's matrix products; norms and activations are not counted, as is customary."""
         return sum(2 * math.prod(spec.shape) for spec in self.parameters(dims).values() if len(spec.shape) == 2)
 
     def build(self, d_in: int, d_out: int, *, bias: bool = False, d_other: int = 0) -> Projection:
-        """The module. Raises `ValueError` for widths that cannot be."""
+        """The module, `[B, T, d_in]` to `[B, T, d_out]`, with weights just drawn, in torch's default dtype and device.
+
+        `d_other` is the width of what it also reads. Raises `ValueError` for widths that cannot be.
+        """
         from qurve.projections.module import Projection
 
         return Projection(self, Dims(d_in, d_out, bias, d_other))

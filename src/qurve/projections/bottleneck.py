@@ -41,6 +41,9 @@ class Bottleneck(ProjectionConfig):
     Parameters: `w1 [R, D]`, `w2 [O, R]`, `pre_gain [D]`, `post_gain [O]` (a norm that is off has none), with the linear
     anchor `weight [O, D]`; where the model carries biases also `b1 [R]`, `b2 [O]`, `pre_bias`, `post_bias` (layer norms
     alone) and the anchor's `bias [O]`.
+
+    Raises `ValueError` for a width or an eps that is not above zero, and for an exact start that cannot be; an
+    identity anchor needs as many outputs as inputs.
     """
 
     heavy_head: ClassVar[bool] = True
@@ -50,10 +53,15 @@ class Bottleneck(ProjectionConfig):
     width: int | None = field(default=None, metadata=or_else("D / 2"))
     """R, the bottleneck's width; None means D / 2, which makes `W1` and `W2` as large as the weight they replace."""
     activation: Activation = "gelu"
+    """`a`, entry by entry, in float32. GELU is the exact one, `relu2` the square of ReLU."""
     pre_norm: Norm = "rmsnorm"
+    """Before `W1`, over the D channels of each token."""
     post_norm: Norm = "layernorm"
+    """Behind `W2`, over the O channels of each token."""
     eps: float = 1e-5
+    """Added to the mean square, or the variance, in both norms."""
     scale: float = 0.5
+    """What the sum of anchor and `f` is multiplied by."""
     norm_stage: Literal["coupled", "separate"] = "coupled"
     """Whether the norms belong to `f`, as in the paper, or stand around the whole projection."""
     start: Literal["usual", "exact"] = "usual"
@@ -90,7 +98,7 @@ class Bottleneck(ProjectionConfig):
             raise ValueError(f"a bottleneck of half of {dims.d_in} has no unit; give its width")
 
     def rank(self, dims: Dims) -> int:
-        """R, resolved."""
+        """R, resolved: units of the bottleneck."""
         return dims.d_in // 2 if self.width is None else self.width
 
     @property

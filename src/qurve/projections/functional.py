@@ -57,7 +57,7 @@ def has_onednn() -> bool:
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
-    """GELU is the exact one (erf)."""
+    """`a(x)`, entry by entry, in the dtype of `x`. GELU is the exact one (erf), `relu2` the square of ReLU."""
     import torch.nn.functional as F
 
     if kind == "gelu":
@@ -72,7 +72,10 @@ def activate(kind: Activation, x: Tensor) -> Tensor:
 
 
 def normalize(kind: Norm, x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Root-mean-square or layer norm over the last axis, in float32 or wider; `none` returns `x` as it is."""
+    """Root-mean-square or layer norm over the last axis, in float32 or wider; `none` returns `x` as it is.
+
+    `[…, D]` to `[…, D]`; `gain` and `bias` are `[D]`, and an RMSNorm takes no bias.
+    """
     import torch.nn.functional as F
 
     if kind == "none":
@@ -95,7 +98,7 @@ def inverse_deviation(kind: Norm, x: Tensor, eps: float) -> Tensor:
 def fold(kind: Norm, weight: Tensor, gain: Tensor) -> Tensor:
     """The weight after which dividing each row by its deviation gives `norm(x) W`: `[out, in]`, folded in float32.
 
-    `RMSNorm(x) W = (x (g W)) / rms(x)`; for a layer norm the centring of `x` becomes a centring of the weight.
+    `gain` is `[in]`. `RMSNorm(x) W = (x (g W)) / rms(x)`; for a layer norm the centring of `x` is one of the weight.
     """
     folded = wide(weight) * wide(gain)
     if kind == "layernorm":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def require_square(kind: str, dims: Dims, way_out: str) -> None:
-    """The identity maps a space to itself: refuse another output width."""
+    """Raise `ValueError`, with the way out, for another output width: the identity maps a space to itself."""
     if dims.d_in != dims.d_out:
         raise ValueError(
             f"{kind} adds the input to the output, so both need one width, not {dims.d_in} -> {dims.d_out}; {way_out}"
@@ -37,7 +37,7 @@ def beside_identity(scale: float, moment: float) -> float:
 @ProjectionConfig.register("identity")
 @dataclass(frozen=True)
 class Identity(ProjectionConfig):
-    """`x` itself, without a parameter: `W_Q = I` (Karbevski and Mijoski, arXiv 2510.23912)."""
+    """`x` itself, `[B, T, D]`, without a parameter: `W_Q = I`. Source: Karbevski and Mijoski, arXiv 2510.23912."""
 
     def check(self, dims: Dims) -> None:
         require_square("the identity projection", dims, "use 'linear'")
@@ -71,6 +71,7 @@ class Residual(ProjectionConfig):
     """`(x + x W (+ b)) / 2`, with `weight [D, D]`: D^2 parameters. Source: arXiv 2510.23912."""
 
     scale: float = 0.5
+    """What the sum is multiplied by."""
 
     def check(self, dims: Dims) -> None:
         require_square("the residual projection", dims, "use 'linear'")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @ProjectionConfig.register("linear")
 @dataclass(frozen=True)
 class Linear(ProjectionConfig):
-    """`x W (+ b)`, with `weight [O, D]`."""
+    """`x W (+ b)`, `[B, T, D]` to `[B, T, O]`, with `weight [O, D]` and, where the model carries biases, `bias [O]`."""
 
     def parameters(self, dims: Dims) -> Mapping[str, ParameterSpec]:
         specs = {"weight": ParameterSpec((dims.d_out, dims.d_in))}

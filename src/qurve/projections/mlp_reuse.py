@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 class MLPReuse(ProjectionConfig):
     """`scale * (x + h W)`, with `weight [D, F]`: not parameter-neutral, F - D columns more than the weight it replaces.
 
-    Sliced, it is `h[0:D] W` with `weight [D, D]`, which is.
+    Sliced, it is `h[0:D] W` with `weight [D, D]`, which is. It reads `[B, T, D]` and `[B, T, F]`, gives `[B, T, D]`,
+    and raises `ValueError` where these differ in D, and where the previous block has no hidden activations.
     """
 
     also_reads = "mlp_hidden"
 
     sliced: bool = False
+    """Whether it reads the first D hidden activations alone."""
     scale: float = 0.5
+    """What the sum is multiplied by."""
     first: ProjectionConfig = field(default_factory=Linear)
     """The first block's projection: there is no block before it."""
 

@@ -17,7 +17,11 @@ from qurve.projections.functional import linear
 
 class Projection(nn.Module):
     """A projection's parameters with its configuration. `forward` is the configuration's own, the specification, unless
-    `impl` says to run the head in another way."""
+    `impl` says to run the head in another way.
+
+    Parameters have the names and shapes that `config.parameters(dims)` declares. Raises `ValueError` for widths that
+    cannot be.
+    """
 
     impl: Impl = "auto"
     """How the head is run, where it is heavy; `set_impl` changes it."""
@@ -86,7 +90,7 @@ class Projection(nn.Module):
         return choose(self.impl, x_BTD.device.type, lambda: self._triton_refusal(x_BTD), compiling=compiling)
 
     def head(self, way: Way, stem_BTS: Tensor, x_BTD: Tensor, *other: Tensor) -> Tensor:
-        """`config.head`, run in one of several ways."""
+        """`config.head`, run in one of several ways: `[B, T, S]` and `[B, T, D]` to `[B, T, O]`."""
         if way == "triton":
             return self.config.triton_head(self, stem_BTS, x_BTD, *other)
         if way == "compiled":
@@ -110,8 +114,8 @@ def project(projections: Sequence[nn.Module], x_BTD: Tensor, other: Tensor | Non
     """Every projection of one input; the bare ones share ONE matrix product over their stacked stems.
 
     `D -> 3D` for three linear projections, `D -> 2.5D` with the paper's query. A projection that somebody has wrapped,
-    hooked, quantised or parametrised takes its own forward, so that an adapter always acts. `other` goes to those that
-    read a second source.
+    hooked, quantised or parametrised takes its own forward, so that an adapter always acts. `other` `[B, T, …]` goes to
+    those that read a second source. The outputs, `[B, T, O]` each, are in the projections' order.
     """
     others = [() if other is None or reads_nothing_else(p) else (other,) for p in projections]
     rows = [p.config.stem_rows(p.dims) if is_bare(p) else 0 for p in projections]
@@ -142,7 +146,7 @@ def set_impl(model: nn.Module, impl: Impl) -> None:
 
 
 def stacked(projections: Sequence[Projection]) -> Tensor | None:
-    """The stems as one weight; None where there are fewer than two, or they differ in dtype."""
+    """The stems as one weight, `[sum of S, D]`; None where there are fewer than two, or they differ in dtype."""
     if len(projections) < 2:
         return None
     if projections[0].stacked is not None:

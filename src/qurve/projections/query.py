@@ -78,7 +78,7 @@ class NonlinearQuery(Projection):
         `linear` is an `nn.Linear` or a projection of the linear kind; its weight (and bias) are copied, with their
         dtype and device. At the exact start the function is the original's to rounding, in half precision too where
         `1 / scale` is a power of two: scale 1/2 doubles `W_Q`, scale 1 takes it as it is. Raises `ValueError` for a
-        module without one weight matrix, and for `scale = 0`. Source: arXiv 2603.13381, section 5.
+        module without one weight matrix, and for `scale = 0`. Source: arXiv 2603.13381, section 3.
         """
         weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
         if (

@@ -30,16 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arm:
-    """One architecture with its hyperparameters. `name` becomes a folder; `paper` has the paper's printed figures.
-
-    `match` says how near a control that was solved for comes to what it is matched with; the report shows it.
-    """
+    """One architecture with its hyperparameters. Raises `BadInput` for a name that cannot be a folder's."""
 
     name: str
+    """Of the arm's folders, in a table's rows and in `--json`."""
     label: str
+    """What the report calls it."""
     config: RunConfig
+    """All that its runs share; the study gives each of them its seed."""
     paper: dict[str, str] | None = None
+    """Figures that the paper prints for it, shown beside ours: `presets.PRINTED` has the keys."""
     match: accounting.Match | TimeMatch | None = None
+    """How near a control that was solved for comes to what it is matched with; the report shows it."""
     matched: str | None = None
     """The arm whose architecture this is, trained at the baseline's best point instead of its own."""
     seed_offset: int = 0
@@ -72,13 +74,23 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Study:
-    """A set of runs that answers one question: every arm with every seed, on the same batches for the same seed."""
+    """A set of runs that answers one question: every arm with every seed, on the same batches for the same seed.
+
+    Raises `BadInput` where the comparison would not be fair or could not be judged: arms that differ in what all must
+    have alike (`SHARED`), names or seeds that are there twice, a baseline that is no arm, looks that no number of seeds
+    meets, a search over seeds that the comparison uses.
+    """
 
     name: str
+    """What the command line and files call it."""
     title: str
+    """The question, at the report's top."""
     arms: tuple[Arm, ...]
+    """What is compared; their order is the table's."""
     seeds: tuple[int, ...] = (1, 2, 3)
+    """Every arm is trained with each; three is the least that a verdict takes."""
     baseline: str = "baseline"
+    """Name of the arm that the others are compared with."""
     search: Search | dict[str, Any] | None = None
     """The search that is to be made before the arms are trained, or the evidence of one that their settings come from
     (`qurve.study.searched`)."""
@@ -243,7 +255,10 @@ class Study:
         return isinstance(self.search, dict) and self.search.get("chosen", {}).get(name, {"point": ()})["point"] is None
 
     def change(self, settings: Sequence[str] = (), **train: Any) -> Study:
-        """The same settings applied to every arm."""
+        """The same settings applied to every arm: `path=value` as in `--set`, or fields of `train` by name.
+
+        Raises `BadInput` for what a configuration does not have or cannot be, and for what the study searches.
+        """
         searched = self.search.paths if isinstance(self.search, Search) else ()
         for path in [setting.partition("=")[0].strip() for setting in settings] + [f"train.{name}" for name in train]:
             if path in searched:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables, search_table
+from qurve.study.evaluated import evaluation_table, load_evaluation
 from qurve.study.headline import alarms, headline, reservations
 from qurve.study.holds import claims_tables, grids, map_table, rates_table, smoothness_table
 from qurve.study.provenance import commands, provenance
@@ -80,7 +81,9 @@ def _maps(results: StudyResults) -> list[str]:
 
 def _by_arm(results: StudyResults) -> list[str]:
     lines = _arms(results)
-    found = (gains_table(results), savings_table(results), costs_table(results), noise_table(results))
+    evaluation = load_evaluation(results)
+    tasks = None if evaluation is None else evaluation_table(results, evaluation)
+    found = (gains_table(results), savings_table(results), costs_table(results), noise_table(results), tasks)
     for table in (*found, smoothness_table(results), _changed(results)):
         lines += [] if table is None else ["", *in_words(table)]
     return lines

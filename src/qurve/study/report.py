@@ -1,7 +1,7 @@
 """The report of a study: one self-contained HTML page, and beside it the table and the figures as files.
 
     report/report.html  report.md  table.csv  table.tex  evidence.json
-           curves.svg|png  gains.svg|png  differences.svg|png  search.svg|png  dynamics-*.svg|png
+           curves.svg|png  gains.svg|png  differences.svg|png  search.svg|png  dynamics-*.svg|png  errors-TASK.svg|png
 
 The page needs no network, and can be read without its script. The same study folder gives the same bytes.
 """
@@ -35,6 +35,7 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
     from qurve.study.ladder_tables import markdown as ladder_markdown
     from qurve.study.markdown import markdown
     from qurve.study.page.build import page
+    from qurve.study.page.evaluated import task_figures
     from qurve.study.page.ladder import ladder_page
     from qurve.study.page.sections import against_section
 
@@ -60,6 +61,9 @@ def write_report(folder: str | os.PathLike[str], other: str | os.PathLike[str] |
     for name, draw in figures_of(results).items():
         files[f"{name}.svg"] = drawing.svg(draw(results, drawing.WIDE), name, themed=False).encode()
         files[f"{name}.png"] = drawing.png(draw(results, drawing.WIDE))
+    for name, task in task_figures(results).items():
+        files[f"{name}.svg"] = drawing.svg(task(drawing.WIDE), name, themed=False).encode()
+        files[f"{name}.png"] = drawing.png(task(drawing.WIDE))
     files["report.html"] = page(results, [] if before is None else [against_section(before, pairs)]).encode()
     return _written(folder, files)
 

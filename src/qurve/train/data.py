@@ -21,7 +21,7 @@ def open_data(config: DataConfig, beside: Path) -> TokenData:
     if config.corpus != "embedded":
         raise BadInput(
             f"this configuration is made for {config.corpus}, which is not at hand: prepare it "
-            "(qurve prepare hf:Skylion007/openwebtext --tokenizer gpt2 --out data/openwebtext, about 55 GB, needs a "
+            "(qurve prepare hf:Skylion007/openwebtext --tokenizer gpt2 --out data/openwebtext, about 36 GB, needs a "
             "network), then pass --data data/openwebtext. nanoGPT's train.bin and val.bin are read as they are"
         )
     is_new = not (beside / MANIFEST).exists()

@@ -19,6 +19,7 @@ from qurve.study.curves import band, gains
 from qurve.study.doubts import searched_alike
 from qurve.study.figures import colour_index, figures_of
 from qurve.study.page.dynamics import dynamics_section
+from qurve.study.page.evaluated import tasks_section
 from qurve.study.page.pieces import Numbers, Section, aside, in_table, macro, numbers_of, picture
 from qurve.study.page.stability import claims_section, maps_section, smoothness_section
 from qurve.study.provenance import commands, folder_of, provenance, single_run
@@ -226,6 +227,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("Paired differences", _differences, by_arm=True),
     Section("What it is worth, and what it costs", _worth, by_arm=True),
     Section("How much is noise", _noise, by_arm=True),
+    Section("Likelihood tasks", tasks_section, by_arm=True),
     Section("Learning curves", _curves, by_arm=True),
     Section("Gain from the first step on", _gains, by_arm=True),
     Section("Search", _search),
