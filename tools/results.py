@@ -144,8 +144,9 @@ SECTIONS = (
         "Each choice of the layer changed alone: width, activation, norms, eps, anchor, scale, and the layer in "
         "keys, values and all three.",
         ablations,
-        "Whether a finer search would change an arm's rate. With this many arms, Holm's correction finds large "
-        "effects alone, and these trainings are half as long as those above.",
+        "Whether a finer search would change an arm's rate: one seed chose it, and a choice that others do not bear "
+        "out shows in the arms at the baseline's point. With this many arms, Holm's correction finds large effects "
+        "alone, and these trainings are half as long as those above.",
     ),
     Section(
         "Other surroundings",
@@ -153,7 +154,7 @@ SECTIONS = (
         "Does the gain hold with rotary positions, with an output gate, in a modern block, and is it as large as "
         "what rotary positions bring?",
         context,
-        "No search was made for other surroundings. These p are of one difference each, corrected for nothing.",
+        "No search was made for other surroundings, so each is judged at the rate that suits the first.",
     ),
     Section(
         "Along size and length",
