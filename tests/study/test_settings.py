@@ -21,7 +21,8 @@ from qurve.train.config import RunConfig
 from tiny import TINY
 
 NOTHING = {"data.path", "data.fingerprint", "train.stop_at", "train.checkpoint_every", "train.keep_every"}
-NOTHING |= {"train.loss_bound", "train.parallel", "model.attention_softcap", "model.logit_softcap"}
+NOTHING |= {"train.dynamics_every", "train.loss_bound", "train.parallel"}
+NOTHING |= {"model.attention_softcap", "model.logit_softcap"}
 """Settings that are off where they are None."""
 
 

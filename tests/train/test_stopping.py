@@ -25,6 +25,14 @@ from qurve.train.loop import train
 from qurve.train.progress import LogLines, Progress, TerminalBar
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a shell lets what it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_leaves_at_once(
     first: signal.Signals, little: TokenData, undisturbed: RunFolder, tmp_path: Path

@@ -17,7 +17,7 @@ from qurve.study.results import load
 
 OF_MAPS = ("Stability over rate and decay", "Published claims of stability")
 """Sections of studies alone that have a grid of rates and decays."""
-OF_SOME = (*OF_MAPS, "Dynamics", "Looked into")
+OF_SOME = (*OF_MAPS, "Likelihood tasks", "Dynamics", "Looked into")
 """Sections that not every study has."""
 
 
