@@ -77,6 +77,23 @@ def ended_by_another_bound(run: RunFolder, wanted: RunConfig) -> bool:
         return False
 
 
+def records_less(run: RunFolder, wanted: RunConfig) -> bool:
+    """Whether the run that lies there keeps less than `wanted` asks for: attention logits, dynamics, checkpoints.
+
+    None of these is part of the hash, since they change no number. A folder that cannot be read is told of elsewhere.
+    """
+    try:
+        tree, _ = run.config_json()
+        tree.pop("format", None)
+        there = from_dict(RunConfig, tree)
+    except (QurveError, OSError):
+        return False
+    intervals = [(getattr(there.train, name), getattr(wanted.train, name)) for name in ("dynamics_every", "keep_every")]
+    return (wanted.eval.attention_logits and not there.eval.attention_logits) or any(
+        asked is not None and (kept is None or asked % kept != 0) for kept, asked in intervals
+    )
+
+
 def _bound(config: RunConfig) -> tuple[float, int] | None:
     train = config.train
     return None if train.loss_bound is None else (train.loss_bound, train.loss_bound_steps)
