@@ -17,8 +17,9 @@ from pathlib import Path
 class Bare:
     def find_spec(self, name, path=None, target=None):
         spec = PathFinder.find_spec(name, path, target)
-        foreign = path is None and "site-packages" in repr(spec) and "_vendor" not in repr(spec)
-        return None if foreign and name not in {ALLOWED + TORCHS} else spec
+        foreign = path is None and "site-packages" in repr(spec) and name not in {ALLOWED + TORCHS}
+        # what setuptools brings along is there, whether or not the same package is installed beside it
+        return PathFinder.find_spec(name, [place for place in sys.path if "_vendor" in place]) if foreign else spec
 
 sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare()]
 sys.argv = sys.argv[1:]
