@@ -156,7 +156,16 @@ def test_auto_takes_the_cluster_that_is_there_else_starts_a_quiet_one(
     started = ray.inits[-1]
     assert ([call["address"] for call in ray.inits[1:]], shut) == (["auto", "local"], [True])
     assert started["include_dashboard"] is False
-    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0" or "ray" not in sys.modules
+
+
+def test_ray_reports_home_only_where_somebody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    on_ray._import_ray()
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
+    on_ray._import_ray()
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
 def test_signals_stay_the_callers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
