@@ -2,8 +2,8 @@
 
 The paper's three architectures and `W_Q = I` at about a million parameters, and a norm-free baseline with a skip over
 attention alone, where theorems let every query be absorbed: 15 runs of about a minute, which keep checkpoints and
-record dynamics. Then every `qurve analyze` command looks into them, and leaves pages and figures in the run's folder, to
-which the report leads.
+record dynamics. Then every `qurve analyze` command looks into them, and leaves pages and figures in the run's folder,
+to which the report leads.
 
     qurve compare experiments/theory.py --out runs/theory
     python experiments/theory.py --study runs/theory
