@@ -20,7 +20,7 @@ from qurve import presets
 from qurve.files import write_atomic
 from qurve.projections import Bottleneck, Identity
 from qurve.study.definition import Arm, Study
-from qurve.study.evidence import machine
+from qurve.study.evidence import machine, origin
 from qurve.study.results import load
 from qurve.study.stability import PAPER_RATE, evidence
 from qurve.train.config import RunConfig
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=EVIDENCE)
     args = parser.parse_args()
     results = load(args.study)
-    found = {"machine": machine(results), **evidence(results)}
+    found = {"machine": machine(results), **origin(results), **evidence(results)}
     write_atomic(args.out, json.dumps(found, indent=1) + "\n")
     for standing in ("published", "disputed", "our inference"):
         print(f"{standing}:")

@@ -48,6 +48,9 @@ the study: an arm is called lower or higher when that one is at most 5 %. [How t
 All of this is about models of a million parameters or fewer, trained for minutes on presidential addresses, unless a
 section says otherwise. The paper's models are far larger and saw far more text: nothing here confirms or refutes what
 was measured at that scale. Every experiment has the paper's scale as well (`PAPER` in its file), planned and not run.
+
+A commit with `+changes` is one whose working tree had changes when the runs were made. What FLOPs, speed, memory, bits
+per byte and equivalent parameters came to stands in each study's own report. The machine was not quiet: no speed here.
 """
 
 
@@ -85,8 +88,13 @@ def _what_was_run(evidence: Evidence) -> str:
         said.append(evidence["scale"])
     if seeds:
         said.append(f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))})")
+    origin = evidence.get("origin") or {}
+    if (train := origin.get("config", {}).get("train", {})).get("lr"):
+        high, low = train["lr"], train["min_lr"]
+        said.append(f"the baseline's rate {high:g}" + (", held" if high == low else f" to {low:g}"))
     machine = evidence.get("machine") or {}
     named = [machine.get("gpu") or machine.get("cpu"), machine.get("torch") and f"torch {machine['torch']}"]
+    named += origin.get("code", [])
     return "; ".join([*said, *(", ".join(name) if isinstance(name, list) else name for name in named if name)])
 
 
@@ -127,7 +135,8 @@ SECTIONS = (
         "gains at the beginning, which settle later.",
         figure2,
         "A gain before the end is one at an unfinished schedule: it compares rates as much as architectures. "
-        "Settings are the published ones, scaled; none was searched here.",
+        "Settings are the published ones, and named by their published rates; they were trained at 3.3 times these, so "
+        "that the baseline's is its own. None was searched here.",
     ),
     Section(
         "Stability",
@@ -144,9 +153,9 @@ SECTIONS = (
         "Each choice of the layer changed alone: width, activation, norms, eps, anchor, scale, and the layer in "
         "keys, values and all three.",
         ablations,
-        "Whether a finer search would change an arm's rate: one seed chose it, and a choice that others do not bear "
-        "out shows in the arms at the baseline's point. With this many arms, Holm's correction finds large effects "
-        "alone, and these trainings are half as long as those above.",
+        "Whether a finer or wider search would change an arm's rate: one seed chose it, and a choice that others do not "
+        "bear out shows in the arms at the baseline's point. With this many arms, Holm's correction finds large "
+        "effects alone, and these trainings are half as long as those above.",
     ),
     Section(
         "Other surroundings",
@@ -163,7 +172,10 @@ SECTIONS = (
         "shrink, and QK-norm go along.",
         ladder,
         "Anything beyond the sizes and lengths in the table: a slope over a tenfold range of tiny models is no "
-        "forecast for one a thousand times as large. Rates were found at 0.8 M parameters and kept.",
+        "forecast for one a thousand times as large. Rates were found at 0.8 M parameters and kept. They do not decay, "
+        "as the searches chose, so that a longer training is nearly the shorter one continued, where a schedule that "
+        "decays would be another. Each scale counts once: with three, only a slope far above its bends can be told. "
+        "That Primer's gain shrinks was not seen.",
     ),
     Section(
         "Ten minutes of a GPU",

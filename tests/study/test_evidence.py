@@ -6,6 +6,7 @@ from fake_study import write_study
 
 from qurve.runfolder import RunFolder
 from qurve.study.evidence import compact_evidence, evidence_json, machine
+from qurve.study.provenance import provenance
 from qurve.study.results import load
 
 
@@ -28,6 +29,12 @@ def test_without_curves_every_arm_has_its_changes_and_losses(tmp_path):
     assert wider["changes"] == {"model.d_ff": 608, "train.lr": 4e-3, "train.min_lr": 4e-4}
     assert first["val_loss"] == {str(run.seed): run.val_loss for run in results.baseline.runs.values()}
     assert nonlinear["val_loss"]["2"] is None
+    from_where = tree["origin"]
+    assert from_where["config"]["train"] == results.baseline.config["train"]
+    assert from_where["config"]["data"]["path"] is None
+    hashes = provenance(results).configurations
+    assert {(arm, int(seed)): sha for arm, of in from_where["hashes"].items() for seed, sha in of.items()} == hashes
+    assert (from_where["code"], from_where["order"]) == (list(provenance(results).code), provenance(results).order)
     assert nonlinear["unfinished"] == ["seed 2 diverged (after step 140: the loss is not finite)"]
     assert tree["machine"]["cpu"] == "a made-up processor"
 

@@ -219,6 +219,23 @@ def test_a_slope_says_whether_the_gain_grows(slope: float, outcome: str) -> None
     assert found.outcome == outcome
 
 
+def test_a_bend_that_all_seeds_share_is_no_slope() -> None:
+    """Scales that lie off any line by more than their seeds scatter: a claim in 5 of 100 ladders, not in half."""
+    random = np.random.default_rng(7)
+    claims = 0
+    for _ in range(2_000):
+        ladder = {2.0**k: list(random.normal(random.normal(0, 1.0), 0.2, 3)) for k in (15, 17, 18)}
+        claims += trend(ladder).outcome != "no change told"
+    assert 70 <= claims <= 130
+
+
+def test_more_seeds_of_the_same_sizes_make_no_more_points() -> None:
+    once = fit_power_law({1e5: [4.0], 2e5: [3.7], 4e5: [3.6]})
+    often = fit_power_law({1e5: [4.0] * 5, 2e5: [3.7] * 5, 4e5: [3.6] * 5})
+    assert (often.alpha.low, often.alpha.high) == pytest.approx((once.alpha.low, once.alpha.high))
+    assert (once.n, often.n, often.degrees_of_freedom) == (3, 15, 1)
+
+
 def test_a_slope_of_two_points_has_no_interval_and_claims_nothing() -> None:
     found = trend({1e6: [1.0], 2e6: [3.0]})
     assert (found.per_doubling.value, found.per_doubling.low, found.outcome) == (pytest.approx(2), None, "not known")

@@ -382,6 +382,15 @@ def test_which_looks_could_have_ended_in_a_claim_or_in_a_choice(tmp_path, earlie
     assert undeclared_looks(results) == ([earlier] if forbidden else [])
 
 
+def test_a_look_through_the_pool_takes_the_verdict_of_the_arm_that_was_looked_at(tmp_path):
+    results = family(tmp_path, a=(-0.3, -0.31, -0.29), b=(-0.3, -0.31, -0.29))
+    results = dataclasses.replace(results, looked_in_pool={"a": ((1, 2, 3, 4),)})
+    looked_at, other = comparisons(results)
+    assert (looked_at.outcome, other.outcome) == ("none", "lower")
+    assert "another study of its pool looked at it with other seeds (1, 2, 3, 4), undeclared" in looked_at.verdict
+    assert looked_at.p is None
+
+
 def test_looks_are_read_from_the_studys_file(tmp_path):
     folder = write_study(tmp_path, TWO)
     file = folder / "study.json"

@@ -66,12 +66,15 @@ def against(results: StudyResults, other: StudyResults) -> list[Pairing]:
         )
     data = [set(provenance(study).data) for study in (results, other)]
     splits = [study.split_in_words for study in (results, other)]
-    looked = " and ".join(
-        f"{refusal} ({where})"
-        for study, where in ((results, "here"), (other, "there"))
-        if (refusal := refusal_of_looks(study)) is not None
-    )
-    found = [_pair(arm, there, data, splits, looked) for arm, there in shared]
+
+    def looked(arm: Arm, there: Arm) -> str:
+        return " and ".join(
+            f"{refusal} ({where})"
+            for study, one, where in ((results, arm, "here"), (other, there, "there"))
+            if (refusal := refusal_of_looks(study, one)) is not None
+        )
+
+    found = [_pair(arm, there, data, splits, looked(arm, there)) for arm, there in shared]
     if all(pair.refused is not None for pair in found):
         reasons = "; ".join(dict.fromkeys(f"{pair.arm}: {pair.refused}" for pair in found))
         raise BadInput(f"{results.folder} cannot be compared with {other.folder}: {reasons}")

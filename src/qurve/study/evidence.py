@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from qurve.config import differences
+from qurve.study.provenance import provenance
 from qurve.study.results import Arm, Run, StudyResults
 from qurve.study.statistics import overall_verdict, summary_rows
 
@@ -52,8 +53,8 @@ MACHINE = ("platform", "cpu", "cores", "gpu", "torch", "precision", "threads", "
 
 
 def compact_evidence(results: StudyResults) -> dict[str, Any]:
-    """The same without the curves, for studies of many arms: rows, and of every arm what it changes and each seed's
-    last losses (null where the run did not finish; `unfinished` says why)."""
+    """The same without the curves, for studies of many arms: where it comes from, rows, and of every arm what it
+    changes and each seed's last losses (null where the run did not finish; `unfinished` says why)."""
     from qurve.study.stability import scale_of  # which takes numpy along
 
     return {
@@ -62,6 +63,7 @@ def compact_evidence(results: StudyResults) -> dict[str, Any]:
         "title": results.title,
         "command": results.command,
         "machine": machine(results),
+        **origin(results),
         "scale": scale_of(results),
         "split": results.split,
         "seeds": list(results.seeds),
@@ -80,6 +82,23 @@ def machine(results: StudyResults) -> dict[str, Any]:
         if alike:
             found[key] = alike[0] if len(alike) == 1 else alike
     return found
+
+
+def origin(results: StudyResults) -> dict[str, Any]:
+    """Where the numbers come from: code, data, order of the batches, the baseline's configuration, every run's hash."""
+    found, config = provenance(results), results.baseline.config
+    hashes: dict[str, dict[str, str]] = {}
+    for (arm, seed), sha in found.configurations.items():
+        hashes.setdefault(arm, {})[str(seed)] = sha
+    return {
+        "origin": {
+            "code": list(found.code),
+            "data": list(found.data),
+            "order": found.order,
+            "config": {**config, "data": {**config.get("data", {}), "path": None}},
+            "hashes": hashes,
+        }
+    }
 
 
 def _arm(results: StudyResults, arm: Arm) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Fit:
     """Runs."""
     degrees_of_freedom: int
     residual: float | None
-    """Relative standard deviation of the losses about the curve; None without a degree of freedom."""
+    """Relative standard deviation of the sizes' mean losses about the curve; None without a degree of freedom."""
     covariance: tuple[tuple[float, ...], ...] | None
     """Of the loss's amplitude at the middle size, alpha and, where it is free, E; None without a degree of freedom."""
 
@@ -146,7 +146,10 @@ class Fit:
 
 
 def fit_power_law(losses: Losses, *, floor: float | None = None, level: float = 0.95) -> Fit:
-    """Fit the loss's fall with size, over every run, by least squares of relative errors.
+    """Fit the loss's fall with size, over the mean at each size, by least squares of relative errors.
+
+    A size counts once, however many runs it has: what lifts it off the curve lifts them all, and more seeds of the same
+    sizes make no more points.
 
     The floor E is free from four different sizes on, unless it is given; with fewer it is fixed at zero, and so it is
     where the free fit finds none above zero. For each exponent the best E and A are a linear problem, so that the
@@ -162,7 +165,9 @@ def fit_power_law(losses: Losses, *, floor: float | None = None, level: float = 
     given = 0.0 if floor is None else floor
     if not 0 <= given < loss_N.min():
         raise BadInput(f"a floor of {given:g} is not between zero and the lowest loss, {loss_N.min():.4f}")
-    x_N = size_N / _middle(sizes)
+    runs = len(loss_N)
+    loss_N = np.array([loss_N[size_N == size].mean() for size in sizes])
+    x_N = np.array(sizes) / _middle(sizes)
     is_free = floor is None and len(sizes) >= SIZES_FOR_A_FLOOR
     alpha, E, a = _best_exponent(x_N, loss_N, None if is_free else given)
     if is_free and E <= 0:
@@ -184,18 +189,18 @@ def fit_power_law(losses: Losses, *, floor: float | None = None, level: float = 
 
     def estimate(value: float, place: int) -> Estimate:
         if covariance is None:
-            return Estimate(value, None, None, len(loss_N))
+            return Estimate(value, None, None, runs)
         half = _quantile(dof, level) * math.sqrt(float(covariance[place, place]))
-        return Estimate(value, value - half, value + half, len(loss_N))
+        return Estimate(value, value - half, value + half, runs)
 
     return Fit(
         E=E,
         A=a * _middle(sizes) ** alpha,
         alpha=estimate(alpha, 1),
-        floor=estimate(E, 2) if is_free else Estimate(E, None, None, len(loss_N)),
+        floor=estimate(E, 2) if is_free else Estimate(E, None, None, runs),
         floor_is_fitted=is_free,
         sizes=sizes,
-        n=len(loss_N),
+        n=runs,
         degrees_of_freedom=dof,
         residual=residual,
         covariance=None if covariance is None else tuple(tuple(map(float, row)) for row in covariance),
@@ -362,7 +367,7 @@ class Trend:
     """Change of the gain when the scale doubles, in the gain's unit."""
     at_middle: float
     middle: float
-    """The line goes through `at_middle` at this scale, the geometric mean of all points."""
+    """The line goes through `at_middle` at this scale, the geometric mean of all scales."""
     scales: tuple[float, ...]
     p: float | None
     """Of the t test that the slope is zero; None without a degree of freedom."""
@@ -385,25 +390,28 @@ class Trend:
 
 
 def trend(gains: Mapping[float, Sequence[float]], level: float = LEVEL) -> Trend:
-    """Fit a line to gains by scale, over every seed of every scale (least squares; t interval and test of its slope).
+    """Fit a line to gains by scale, over the mean at each scale (least squares; t interval and test of its slope).
+
+    A scale counts once, however many seeds it has: its own deviation from the line is common to all of them, and a test
+    over the seeds would take a bend for a slope.
 
     Raises `BadInput` with fewer than two scales.
     """
-    pairs = [(float(scale), float(gain)) for scale, of_scale in gains.items() for gain in of_scale]
-    scales = tuple(sorted({scale for scale, _ in pairs}))
+    runs = sum(map(len, gains.values()))
+    scales = tuple(sorted(float(scale) for scale, of_scale in gains.items() if of_scale))
     if len(scales) < 2 or scales[0] <= 0:
         raise BadInput(f"a slope needs two scales above zero at least, not {list(scales)}")
-    x_N, gain_N = np.log2([scale for scale, _ in pairs]), np.array([gain for _, gain in pairs])
-    off_N = x_N - x_N.mean()
-    slope = float(off_N @ gain_N / (off_N @ off_N))
+    x_S, gain_S = np.log2(scales), np.array([statistics.fmean(gains[scale]) for scale in scales])
+    off_S = x_S - x_S.mean()
+    slope = float(off_S @ gain_S / (off_S @ off_S))
     low = high = p = None
-    if (dof := len(pairs) - 2) > 0:
+    if (dof := len(scales) - 2) > 0:
         from scipy.special import stdtr
 
-        residual_N = gain_N - gain_N.mean() - slope * off_N
-        error = math.sqrt(float(residual_N @ residual_N) / dof / float(off_N @ off_N))
+        residual_S = gain_S - gain_S.mean() - slope * off_S
+        error = math.sqrt(float(residual_S @ residual_S) / dof / float(off_S @ off_S))
         half = _quantile(dof, level) * error
         low, high = slope - half, slope + half
         p = min(1.0, 2 * float(stdtr(dof, -abs(slope) / error))) if error else float(slope == 0)
-    at_middle, middle = float(gain_N.mean()), float(2 ** x_N.mean())
-    return Trend(Estimate(slope, low, high, len(pairs)), at_middle, middle, scales, p, p)
+    at_middle, middle = float(gain_S.mean()), float(2 ** x_S.mean())
+    return Trend(Estimate(slope, low, high, runs), at_middle, middle, scales, p, p)

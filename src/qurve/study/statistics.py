@@ -261,7 +261,7 @@ def refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) -> 
     ends = {run.reported[-1][0] for run in (*arm.finished, *results.baseline.finished)}
     if len(ends) > 1:
         return f"no verdict: the runs ended at different steps ({', '.join(f'{e:,}' for e in sorted(ends))})"
-    return refusal_of_runs(_unfinished(results, arm)) or refusal_of_looks(results)
+    return refusal_of_runs(_unfinished(results, arm)) or refusal_of_looks(results, arm)
 
 
 Unfinished = tuple[Run, str]
@@ -285,14 +285,17 @@ def refusal_of_runs(unfinished: Sequence[Unfinished]) -> str | None:
     return None
 
 
-def refusal_of_looks(results: StudyResults) -> str | None:
-    """Why a look at the study with the seeds that it has allows no verdict, in words; None where it does."""
+def refusal_of_looks(results: StudyResults, arm: Arm) -> str | None:
+    """Why a look at the arm with the seeds that the study has allows no verdict, in words; None where it does."""
     if results.looks and len(results.seeds) not in results.looks:
         declared = ", ".join(map(str, results.looks))
         return f"no verdict: a look at {len(results.seeds)} seeds was not declared (declared: {declared})"
     if looks := undeclared_looks(results):
         seeds = "; ".join(", ".join(map(str, seeds)) for seeds in looks)
         return f"no verdict: it was run before with other seeds ({seeds}), and no look at them was declared"
+    if pooled := results.looked_in_pool.get(arm.name):
+        seeds = "; ".join(", ".join(map(str, seeds)) for seeds in pooled)
+        return f"no verdict: another study of its pool looked at it with other seeds ({seeds}), undeclared"
     return None
 
 
