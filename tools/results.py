@@ -153,8 +153,8 @@ SECTIONS = (
         "Each choice of the layer changed alone: width, activation, norms, eps, anchor, scale, and the layer in "
         "keys, values and all three.",
         ablations,
-        "Whether a finer or wider search would change an arm's rate: one seed chose it, and a choice that others do not "
-        "bear out shows in the arms at the baseline's point. With this many arms, Holm's correction finds large "
+        "Whether a finer or wider search would change an arm's rate: one seed chose it, and a choice that others do "
+        "not bear out shows in the arms at the baseline's point. With this many arms, Holm's correction finds large "
         "effects alone, and these trainings are half as long as those above.",
     ),
     Section(

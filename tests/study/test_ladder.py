@@ -266,7 +266,7 @@ def test_the_command_makes_a_ladder_and_says_what_came_out(
     assert done.code == 0, done.err
     assert [rung["name"] for rung in done.json["rungs"]] == ["1x32@0.03", "2x32@0.03"]
     told = words(done.err)
-    assert "other, gain along size (0.03 tokens per parameter): no verdict: it takes 3 seeds at each rung, and " in told
+    assert "other, gain along size (0.03 tokens per parameter): no verdict: it takes 3 rungs, and there are 2; " in told
     assert "Published over parameters: 0.076 (Kaplan et al. 2020" in told
     made = load_ladder(tmp_path / "out")
     assert made.name == "mine"

@@ -154,19 +154,21 @@ def test_a_run_is_shared_only_where_it_would_have_ended_alike(
         ((), ("train.dynamics_every=1",), False),
         ((), ("train.keep_every=2",), False),
         ((), ("eval.attention_logits=true",), False),
+        ((), ("train.stop_at=1",), False),
+        (("train.stop_at=1",), (), False),
         (("train.dynamics_every=2",), ("train.dynamics_every=1",), False),
         (("train.dynamics_every=1",), ("train.dynamics_every=2",), True),
         (("eval.attention_logits=true", "train.keep_every=1"), (), True),
     ],
 )
-def test_a_run_is_shared_only_where_it_records_as_much(
+def test_a_run_is_shared_only_where_it_goes_as_far_and_records_as_much(
     first: tuple[str, ...], then: tuple[str, ...], shared: bool, data: TokenData, tmp_path: Path
 ) -> None:
     for name, settings in (("a", first), ("b", then)):
         arm = Arm("baseline", "Baseline", tiny("train.steps=2", *settings))
         run(Study("s", "S", (arm,), (1,)), tmp_path / name, data, tmp_path / "pool")
     assert run_path(tmp_path / "b", "baseline", 1).is_symlink() == shared
-    assert load(tmp_path / "b").baseline.runs[1].finished
+    assert load(tmp_path / "b").baseline.runs[1].step == (1 if "train.stop_at=1" in then else 2)
 
 
 def test_a_place_in_the_pool_is_the_hash_of_the_resolved_configuration_and_the_link_is_relative(

@@ -101,6 +101,9 @@ def test_what_is_slow_is_decided_at_the_same_decay() -> None:
     assert judge(claim, found, 4e-3).verdict == "plateau here"
     slow = map_of(low, high, ending(1e-3, 0.0, 6.9), ending(4e-3, 0.0, 3.0), ending(8e-3, 0.0, 3.0 + 3 * WORSE))
     assert [slow.state(lr, 0.0) for lr in slow.rates] == ["stable", "stable", "plateau"]
+    burst = map_of(ending(1e-3, 0.1, 3.1), ending(2e-3, 0.1, 6.9), ending(4e-3, 0.1, 2.99))
+    assert [burst.state(lr, 0.1) for lr in burst.rates] == ["plateau", "plateau", "stable"]
+    assert burst.largest_stable(0.1) is None
 
 
 @pytest.mark.parametrize("losses", [{4e-3: 6.9}, {1e-3: 6.9, 4e-3: 6.8}, {1e-3: 6.8, 4e-3: 6.9}])

@@ -142,7 +142,7 @@ def earlier_seeds(study: Study, folder: Path) -> list[list[int]]:
             f"{folder} holds the study with other declared looks ({there} there, {here} now), and they are declared "
             "before the first run; give another --out"
         )
-    return earlier if seeds == list(study.seeds) else [*earlier, seeds]
+    return earlier if set(seeds) == set(study.seeds) else [*earlier, seeds]
 
 
 def looked_before(folder: Path) -> dict[str, list[list[int]]]:

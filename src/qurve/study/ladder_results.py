@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FILE = "ladder.json"
+LEAST_RUNGS = 3
+"""Below them a line goes through every rung, and nothing is left to test its slope with."""
 FORMAT = 1
 MACHINE = ("platform", "cpu", "gpu", "cores", "threads", "torch", "precision", "compiled", "device", "commit")
 
@@ -334,10 +336,12 @@ def _trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown:
 
 
 def undecided(results: LadderResults, one: Series, arm: str) -> str | None:
-    """Why a slope that is known decides nothing, in words; None where it may: rungs that are to come could turn it, and
-    with few seeds a rung its noise is that of the line, not of the seeds."""
+    """Why a slope that is known decides nothing, in words; None where it may. Rungs that are to come could turn it, two
+    lie on any line, and means of few seeds are no scatter to go by."""
     if results.not_begun:
         return f"no verdict yet: {', '.join(results.not_begun)} not begun"
+    if len(one.rungs) < LEAST_RUNGS:
+        return f"no verdict: it takes {LEAST_RUNGS} rungs, and there are {len(one.rungs)}"
     seeds = {rung.name: len(paired(rung, [results.baseline, arm])[arm]) for rung in one.rungs}
     if few := [f"{n} at {rung}" for rung, n in seeds.items() if n < LEAST_SEEDS]:
         return f"no verdict: it takes {LEAST_SEEDS} seeds at each rung, and there are {', '.join(few)}"
@@ -447,7 +451,7 @@ def _slope(results: LadderResults, one: Series, arm: str) -> str:
     size = with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
     if (why := undecided(results, one, arm)) is not None:
         return f"{why}; {size}"
-    assert found.p_holm is not None  # three seeds at each of two rungs leave degrees of freedom
+    assert found.p_holm is not None  # three rungs leave a degree of freedom
     p = "p < 0.0001" if found.p_holm < 1e-4 else "p = 1" if found.p_holm == 1 else f"p = {found.p_holm:.4f}"
     return f"{found.outcome}: {size}, {p}" + (f" after Holm for {arms} arms" if arms > 1 else "")
 

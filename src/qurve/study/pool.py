@@ -27,7 +27,7 @@ from qurve.runfolder import RunFolder
 from qurve.study.definition import Study
 from qurve.study.jobs import Job
 from qurve.study.power import LEAST_SEEDS
-from qurve.study.same_run import ended_by_another_bound, records_less
+from qurve.study.same_run import ended_by_another_bound, serves_less
 
 FORMAT = 1
 LOOKS = "looks.jsonl"
@@ -41,11 +41,11 @@ def in_pool(job: Job, pool: Path) -> Job:
 
     One whose folder holds a run of the study's own already stays there, and so does one whose link leads to another
     run: whoever looks at what is there refuses it. The study makes for itself what the pool has under another bound of
-    the loss that would have ended otherwise, and what it has with less recorded: neither is part of the hash.
+    the loss that would have ended otherwise, stopped at another step, or with less recorded: none is part of the hash.
     """
     place = pool / content_hash(job.config)
     there = RunFolder(place)
-    if not job.folder.is_symlink() and (ended_by_another_bound(there, job.config) or records_less(there, job.config)):
+    if not job.folder.is_symlink() and (ended_by_another_bound(there, job.config) or serves_less(there, job.config)):
         return job
     if os.path.lexists(job.folder) and not (job.folder.is_symlink() and _leads_to(job.folder, place)):
         return job

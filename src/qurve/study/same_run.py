@@ -77,8 +77,9 @@ def ended_by_another_bound(run: RunFolder, wanted: RunConfig) -> bool:
         return False
 
 
-def records_less(run: RunFolder, wanted: RunConfig) -> bool:
-    """Whether the run that lies there keeps less than `wanted` asks for: attention logits, dynamics, checkpoints.
+def serves_less(run: RunFolder, wanted: RunConfig) -> bool:
+    """Whether the run that lies there is less than `wanted` asks for: stopped at another step, or without its attention
+    logits, dynamics or checkpoints.
 
     None of these is part of the hash, since they change no number. A folder that cannot be read is told of elsewhere.
     """
@@ -88,10 +89,10 @@ def records_less(run: RunFolder, wanted: RunConfig) -> bool:
         there = from_dict(RunConfig, tree)
     except (QurveError, OSError):
         return False
+    if there.train.stop_at != wanted.train.stop_at or wanted.eval.attention_logits > there.eval.attention_logits:
+        return True
     intervals = [(getattr(there.train, name), getattr(wanted.train, name)) for name in ("dynamics_every", "keep_every")]
-    return (wanted.eval.attention_logits and not there.eval.attention_logits) or any(
-        asked is not None and (kept is None or asked % kept != 0) for kept, asked in intervals
-    )
+    return any(asked is not None and (kept is None or asked % kept != 0) for kept, asked in intervals)
 
 
 def _bound(config: RunConfig) -> tuple[float, int] | None:

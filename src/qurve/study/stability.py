@@ -6,8 +6,8 @@ the rate of the study's baseline arm; the paper's is 6e-4.
 
 A point is in one of three states. It has *diverged* when a seed has. It is *stable* when every seed finished, and the
 mean final loss is at most `WORSE` nats above the architecture's best in the map; a rate below the best one at its own
-decay may end higher, which is slow, where that best one is as near. Else it is on a *plateau*: that is quality, no
-divergence. Whatever is said here holds for the study's size, data and training length alone.
+decay may end higher, which is slow, where that best one is as near and the losses fall up to this one and on to it.
+Else it is on a *plateau*: that is quality, no divergence. This holds for the study's size, data and length alone.
 """
 
 from __future__ import annotations
@@ -139,7 +139,12 @@ class Map:
         losses = {point: loss for point, one in self.cells.items() if (loss := one.loss) is not None}
         here = {rate: loss for (rate, decay), loss in losses.items() if decay == weight_decay}
         best, bound = min(here, key=here.__getitem__), min(losses.values()) + WORSE
-        return "stable" if here[lr] <= bound or (lr < best and here[best] <= bound) else "plateau"
+        towards_best = [here[rate] for rate in sorted(here) if lr <= rate <= best]
+        is_falling = towards_best == sorted(towards_best, reverse=True) and here[lr] <= min(
+            loss for rate, loss in here.items() if rate <= lr
+        )
+        is_slow = lr < best and here[best] <= bound and is_falling
+        return "stable" if here[lr] <= bound or is_slow else "plateau"
 
     def largest_stable(self, weight_decay: float) -> float | None:
         """The largest rate up to which every rate tried at this decay is stable; None where the lowest is not.
