@@ -3,7 +3,7 @@
 The paper's variant was trained at other peaks and other floors than its baseline. Here every arm is tried at each of
 the paper's peaks with each of its floors: all multiplied by the factor of `experiments/table1.py`, which brings the
 baseline's peak to its best here. The controls are the paper's MLP 4.75, and an MLP whose training step takes as long as
-the layer's (`benchmarks/time_match.py`). The baseline itself takes as many FLOPs as the layer, and has as many
+the layer's, once measured on one thread (`--measure`). The baseline itself takes as many FLOPs as the layer, and has as many
 parameters but for the layer's biases and norms: it is the control for both.
 
 64 runs of the search and at most 35 after it, of about 45 s. Where each arm is best at this scale, with a wider choice
@@ -12,6 +12,7 @@ seconds are to be measured on the machine that trains.
 
     qurve compare experiments/controls.py --out runs/controls --pool runs/pool
     python experiments/controls.py --study runs/controls
+    python experiments/controls.py --measure                # writes results/time-match.json, which makes another study
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from qurve import presets
 from qurve.accounting import mlp_widened
@@ -32,6 +34,7 @@ from qurve.study.results import load
 from qurve.study.search import Search
 from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
+from qurve.train.step_time import match_time
 
 SEEDS = (1, 2, 3, 4, 5)
 PEAKS = (6e-4, 2.4e-3, 3.6e-3, 4e-3)
@@ -40,6 +43,8 @@ FLOORS = (1e-5, 2e-5, 3e-5, 6e-5)
 """The variant's three, and the baseline's."""
 FACTOR = presets.small_search()["chosen"]["baseline"]["point"]["train.lr"] / PEAKS[0]
 """Of the small scale's rates to the published ones, peaks and floors alike."""
+ROUNDS = 61
+"""Of the measured steps."""
 RESULTS = Path(__file__).parents[1] / "results"
 EVIDENCE = RESULTS / "controls.json"
 TIME_MATCH = RESULTS / "time-match.json"
@@ -66,6 +71,14 @@ def arms(baseline: RunConfig, time_matched: int | None) -> tuple[Arm, ...]:
     if time_matched is not None:
         found.insert(2, arm("mlp-time", "MLP, same seconds", dataclasses.replace(base, d_ff=time_matched)))
     return tuple(found)
+
+
+def measure() -> dict[str, Any]:
+    """The width whose step takes as long as the layer's, as the runs of the study are made: eager, on one thread."""
+    config = presets.get("small/baseline")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu", threads=1))
+    model, found = match_time(dataclasses.replace(config.model, query=Bottleneck()), config, rounds=ROUNDS)
+    return {**dataclasses.asdict(found), "said": str(found), "baseline_d_ff": config.model.d_ff, "d_ff": model.d_ff}
 
 
 def measured_alike(config: RunConfig) -> RunConfig:
@@ -101,7 +114,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, default=Path("runs/controls"), help="the finished study's folder")
     parser.add_argument("--out", type=Path, default=EVIDENCE)
+    parser.add_argument("--measure", action="store_true", help="only measure the time-matched control's width anew")
     options = parser.parse_args()
+    if options.measure:
+        write_atomic(TIME_MATCH, json.dumps(measure(), indent=1) + "\n")
+        return
     found = {**compact_evidence(load(options.study)), "search": read_study(options.study / "study.json")["search"]}
     write_atomic(options.out, json.dumps(found, indent=1) + "\n")
 
