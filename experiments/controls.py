@@ -3,8 +3,8 @@
 The paper's variant was trained at other peaks and other floors than its baseline. Here every arm is tried at each of
 the paper's peaks with each of its floors: all multiplied by the factor of `experiments/table1.py`, which brings the
 baseline's peak to its best here. The controls are the paper's MLP 4.75, and an MLP whose training step takes as long as
-the layer's, once measured on one thread (`--measure`). The baseline itself takes as many FLOPs as the layer, and has as many
-parameters but for the layer's biases and norms: it is the control for both.
+the layer's, as measured once on one thread (`--measure`). The baseline itself takes as many FLOPs as the layer, and has
+as many parameters but for the layer's biases and norms: it is the control for both.
 
 64 runs of the search and at most 35 after it, of about 45 s. Where each arm is best at this scale, with a wider choice
 of floors, is `experiments/fair_search.py`. `PAPER` is the same at the paper's scale, without the time-matched control:

@@ -77,6 +77,22 @@ def test_a_searched_study_shows_points_intervals_and_verdicts(tmp_path: Path) ->
     assert "**What it does not say.**" in text
 
 
+def test_costs_and_useful_units_stand_beside_the_gains(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "study")
+    tree = compact_evidence(load(folder)) | {"search": read_study(folder / "study.json")["search"]}
+    for name, title in (("fair-search", "Best against best"), ("controls", "Peak and floor apart")):
+        text = section(write(tmp_path, name, tree), title)
+        gains, _, costs = text.partition("**What it costs.**")
+        assert text.count("**Gains in useful units.**") == text.count("**Training saved.**") == 1
+        for shown in tree["beside"][:2]:
+            assert f"| {' | '.join(shown['head'])} |" in gains
+            assert all(f"| {' | '.join(cells)} |" in gains for cells in shown["rows"])
+        assert "| arm | N.E. parameters | all parameters | MFLOPs per token | tokens/s | peak memory |" in costs
+        assert "| MLP 4.75 | 900,000 (+12.5 %) |" in costs
+        row = tree["rows"][1]
+        assert f"{row['p_signflip']:.4f}"[1:].rstrip("0") + f" (≥ .{str(row['p_signflip_least'])[2:]})" in gains
+
+
 def test_arms_at_the_baselines_point_stand_in_a_table_of_their_own(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "study", searched(BASELINE, WIDER, NONLINEAR))
     tree = compact_evidence(load(folder)) | {"search": read_study(folder / "study.json")["search"]}
@@ -84,9 +100,10 @@ def test_arms_at_the_baselines_point_stand_in_a_table_of_their_own(tmp_path: Pat
     own, _, matched = text.partition("At the baseline's best point (a family of tests of its own):")
     assert "| MLP 4.75 | 3 |" in own
     assert "settings of Baseline" not in own
-    assert matched.count(", settings of Baseline | 3 |") == 2
+    assert matched.partition("**Gains in useful units.**")[0].count(", settings of Baseline | 3 |") == 2
     text = write(tmp_path, "ablations", tree | {"against_the_layer": tree["rows"]})
-    assert "settings of" not in section(text, "Which parts matter").partition("Against the paper's layer:")[2]
+    of_the_layer = section(text, "Which parts matter").partition("Against the paper's layer:")[2]
+    assert "settings of" not in of_the_layer.partition("**Gains in useful units.**")[0]
 
 
 def test_the_papers_rows_stand_beside_ours(tmp_path: Path) -> None:

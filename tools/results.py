@@ -18,6 +18,7 @@ from pathlib import Path
 from results_parts import (
     Evidence,
     ablations,
+    beside,
     context,
     fair_search,
     figure2,
@@ -49,8 +50,8 @@ All of this is about models of a million parameters or fewer, trained for minute
 section says otherwise. The paper's models are far larger and saw far more text: nothing here confirms or refutes what
 was measured at that scale. Every experiment has the paper's scale as well (`PAPER` in its file), planned and not run.
 
-A commit with `+changes` is one whose working tree had changes when the runs were made. What FLOPs, speed, memory, bits
-per byte and equivalent parameters came to stands in each study's own report. The machine was not quiet: no speed here.
+A commit with `+changes` is one whose working tree had changes when the runs were made. Speeds are of a machine that had
+other work as well.
 """
 
 
@@ -78,6 +79,7 @@ def _section(section: Section, results: Path) -> Iterator[str]:
         return
     yield f"*`results/{section.file}`: {_what_was_run(read(file))}.*\n"
     yield from (text + "\n" for text in section.parts(file))
+    yield from (text + "\n" for text in beside(read(file)))
     yield wrapped(f"**What it does not say.** {section.unsaid}") + "\n"
 
 
@@ -117,6 +119,17 @@ SECTIONS = (
         fair_search,
         "Whether a gain or its absence at this size holds at the paper's; whether a finer or a wider grid would "
         "change an arm's best point.",
+    ),
+    Section(
+        "Peak and floor apart",
+        "controls.json",
+        "The paper's variant was trained at four to seven times its baseline's peak, and down to other floors. What do "
+        "the baseline and wider MLPs do there? Each arm is tried at all of the published peaks and floors, multiplied "
+        "by one factor, which brings the baseline's peak to its best here. The baseline itself takes as many FLOPs as "
+        "the layer and nearly as many parameters; one MLP is as wide as takes the layer's seconds.",
+        fair_search,
+        "What suits each arm: the published floors are lower than any arm chooses at this length (see best against "
+        "best). How long a step takes was measured on one thread of this machine, and differs elsewhere.",
     ),
     Section(
         "Table 1",

@@ -12,7 +12,7 @@ from qurve.study.apart import apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
 from qurve.study.ladder_results import lines, load_ladder, percent
 from qurve.study.searched import read_evidence
-from qurve.study.tables import AT_BASELINE
+from qurve.study.tables import AT_BASELINE, sign_flip
 
 NONE = "–"
 
@@ -72,7 +72,7 @@ def rows_in_table(evidence: Evidence, rows: list[Evidence]) -> str:
     labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]}
     split = evidence.get("split", "val")
     return table(
-        ["arm", "seeds", f"{split} loss", "difference", "log-loss", "p", "p (Holm)", "verdict"],
+        ["arm", "seeds", f"{split} loss", "difference", "log-loss", "p", "p (Holm)", "p (sign-flip)", "verdict"],
         [
             [
                 labels.get(row["arm"], row["arm"]),
@@ -82,11 +82,20 @@ def rows_in_table(evidence: Evidence, rows: list[Evidence]) -> str:
                 NONE if row["dll_percent"] is None else f"{row['dll_percent']:+.2f} %",
                 probability(row["p"]),
                 probability(row["p_holm"]),
+                sign_flip(row),
                 row["verdict"],
             ]
             for row in rows
         ],
     )
+
+
+def beside(evidence: Evidence) -> Iterator[str]:
+    """The report's tables of useful units and of costs, where the evidence has them."""
+    for found in evidence.get("beside", ()):
+        yield f"**{found['title']}.** {' '.join(found['notes'])}"
+        if found["rows"]:
+            yield table(found["head"], found["rows"])
 
 
 def unfinished(evidence: Evidence) -> Iterator[str]:

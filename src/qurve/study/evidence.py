@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -53,10 +54,13 @@ MACHINE = ("platform", "cpu", "cores", "gpu", "torch", "precision", "threads", "
 
 
 def compact_evidence(results: StudyResults) -> dict[str, Any]:
-    """The same without the curves, for studies of many arms: where it comes from, rows, and of every arm what it
-    changes and each seed's last losses (null where the run did not finish; `unfinished` says why)."""
+    """The same without the curves, for studies of many arms: where it comes from, rows, the report's tables of useful
+    units and costs, and of every arm what it changes and each seed's last losses (null where the run did not finish;
+    `unfinished` says why)."""
     from qurve.study.stability import scale_of  # which takes numpy along
+    from qurve.study.worth import costs_table, gains_table, savings_table
 
+    beside = (gains_table(results), savings_table(results), costs_table(results))
     return {
         "format": FORMAT,
         "name": results.name,
@@ -69,6 +73,7 @@ def compact_evidence(results: StudyResults) -> dict[str, Any]:
         "seeds": list(results.seeds),
         "baseline": results.baseline.name,
         "rows": summary_rows(results),
+        "beside": [dataclasses.asdict(table) for table in beside if table is not None],
         "arms": [_arm(results, arm) for arm in results.arms],
     }
 
