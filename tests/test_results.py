@@ -162,6 +162,7 @@ def test_ablations_are_held_against_the_layer_too(tmp_path: Path) -> None:
     tree = compact_evidence(load(folder))
     more = {"against_the_layer": tree["rows"][:1], "search": read_study(folder / "study.json")["search"]}
     text = section(write(tmp_path, "ablations", tree | more), "Which parts matter")
+    text = text.partition("**Gains in useful units.**")[0]
     assert text.partition("Against the paper's layer:")[2].count("| Baseline |") == 1
     assert text.count("| MLP 4.75 |") == 1
     assert "| mlp-4.75 | 10 | train.lr " in text
