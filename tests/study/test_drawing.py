@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import math
+import runpy
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
-from qurve.study.drawing import NARROW, PALETTE, WIDE, Points, heatmap, png, scatter_fit, svg
+from qurve import plugins
+from qurve.study.drawing import NARROW, PALETTE, WIDE, Points, heatmap, png, scatter_fit, shorten, svg
 
 RATES, DECAYS = ["1e-3", "2e-3", "4e-3"], ["0", "0.1"]
 MAP = [[3.2, 3.1, None], [3.4, 3.0, math.nan]]
@@ -107,6 +110,23 @@ def test_both_drawings_are_the_same_twice_and_follow_the_page(width):
         assert themed == svg(draw(), "salt", themed=True)
         assert not any(colour in themed for colour in PALETTE)
         ET.fromstring(themed)
+
+
+@pytest.mark.parametrize("name", ["STUDY", "PAPER"])
+@pytest.mark.parametrize("limit", [18, 26, 28, 38])
+def test_labels_that_differ_at_their_ends_still_do_in_a_legend(name: str, limit: int) -> None:
+    experiments = Path(__file__).parents[2] / "experiments"
+    plugins.make_importable(experiments)
+    arms = runpy.run_path(str(experiments / "figure2.py"))[name].arms
+    short = [shorten(arm.label, limit) for arm in arms]
+    assert len(set(short)) == len(arms)
+    assert all(len(line) <= limit for label in short for line in label.split("\n"))
+    assert all(label.count("\n") <= 2 for label in short)
+
+
+def test_a_label_of_more_than_three_lines_is_cut():
+    assert shorten("one two three four five six", 9) == "one two\nthree\nfour…"
+    assert shorten("", 9) == ""
 
 
 def test_a_legend_of_very_many_says_how_many_more_there_are():

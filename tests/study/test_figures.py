@@ -41,7 +41,7 @@ def test_a_diverged_run_is_marked_and_enters_no_mean(tmp_path):
     top, bottom = figures.curves_figure(load(write_study(tmp_path, fates=fates))).axes
     marks = [line for line in top.lines if line.get_marker() == "x"]
     assert [list(mark.get_xdata()) for mark in marks] == [[140]] * 3
-    assert "Res. GELU (nonlinea… (3 of 3 diverged)" in top.get_legend_handles_labels()[1]
+    assert "Res. GELU (nonlinear\nquery) (3 of 3 diverged)" in top.get_legend_handles_labels()[1]
     assert not any(len(line.get_xdata()) for line in bottom.lines if line.get_color() == PALETTE[2])
 
 

@@ -10,6 +10,7 @@ import functools
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ def blank(width: float, height: float) -> Figure:
 
 
 def shorten(label: str, limit: int = 38) -> str:
-    return label if len(label) <= limit else label[: limit - 1] + "…"
+    """Over as many as three lines, so that labels that differ at their ends still do; cut after that."""
+    return "\n".join(textwrap.wrap(label, limit, max_lines=3, placeholder="…", break_on_hyphens=False)) or label
 
 
 def line(axes: Axes, points: Sequence[tuple[float, float]], **look: Any) -> None:
@@ -92,9 +94,9 @@ def legend(fig: Figure, axes: Axes, width: float) -> None:
         return
     more = len(labels) - MOST_ENTRIES
     handles, labels = handles[:MOST_ENTRIES], labels[:MOST_ENTRIES]
-    longest = max(len(label) for label in labels)
+    longest = max(len(part) for label in labels for part in label.split("\n"))
     columns = max(1, min(len(labels), int(width * 12.5 / (longest + 7))))
-    rows = math.ceil(len(labels) / columns) + (more > 0)
+    rows = math.ceil(sum(label.count("\n") + 1 for label in labels) / columns) + (more > 0)
     fig.set_figheight(fig.get_figheight() + 0.19 * (rows - 1))  # the plot keeps its own
     drawn = fig.legend(handles, labels, loc="outside upper left", ncols=columns, borderaxespad=0.2, columnspacing=1.4)
     if more > 0:
