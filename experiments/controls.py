@@ -45,7 +45,7 @@ FACTOR = presets.small_search()["chosen"]["baseline"]["point"]["train.lr"] / PEA
 """Of the small scale's rates to the published ones, peaks and floors alike."""
 ROUNDS = 61
 """Of the measured steps."""
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 EVIDENCE = RESULTS / "controls.json"
 TIME_MATCH = RESULTS / "time-match.json"
 
