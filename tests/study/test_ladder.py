@@ -24,7 +24,8 @@ from qurve.runfolder import RunFolder
 from qurve.study import local
 from qurve.study.execute import run_study
 from qurve.study.ladder import BUILT_IN, at_length, at_size, ladder, like, load_definition, run_ladder
-from qurve.study.ladder_results import FILE, LadderResults, lines, load_ladder
+from qurve.study.ladder_results import FILE, LadderResults, load_ladder
+from qurve.study.ladder_tables import lines
 from qurve.train.config import RunConfig
 from tiny import InProcess, tiny
 

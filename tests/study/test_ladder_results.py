@@ -20,7 +20,6 @@ from qurve.errors import BadInput
 from qurve.study.effects import Unknown
 from qurve.study.ladder_results import (
     FILE,
-    JUDGED,
     LadderResults,
     RungArm,
     RungResults,
@@ -28,14 +27,12 @@ from qurve.study.ladder_results import (
     fit,
     gain,
     gain_trend,
-    lines,
     load_ladder,
     measured,
-    percent,
     series,
     to_json,
 )
-from qurve.study.ladder_tables import costs_table, rungs_table
+from qurve.study.ladder_tables import JUDGED, costs_table, lines, percent, rungs_table
 from qurve.study.markdown import escaped
 from qurve.study.report import write_report
 from qurve.study.scaling import Equivalent, Estimate, Fit, Trend

@@ -22,6 +22,7 @@ from qurve.study.definition import Arm, Study
 from qurve.study.doubts import doubts
 from qurve.study.execute import run_study
 from qurve.study.jobs import Job, run_path
+from qurve.study.looks import Seen
 from qurve.study.pool import in_pool, link, look_again, run_evidence, write_evidence
 from qurve.study.results import load
 from tiny import InProcess, tiny
@@ -76,9 +77,9 @@ def test_a_pool_remembers_with_which_seeds_a_comparison_was_looked_at(tmp_path: 
     def begun(name: str, seeds: tuple[int, ...], looks: tuple[int, ...] = (), *arms: str) -> list[str]:
         study = dataclasses.replace(make_study(name, *(arms or ("wide",)), seeds=seeds), looks=looks)
         (tmp_path / name).mkdir(exist_ok=True)
-        earlier = jobs.looked_before(tmp_path / name)
-        found = earlier | look_again(tmp_path / "pool", study, jobs.jobs_of(study, tmp_path / name))
-        (tmp_path / name / "study.json").write_text(study.to_json("", (), found))
+        seen = jobs.seen_before(study, tmp_path / name)
+        seen = look_again(tmp_path / "pool", study, jobs.jobs_of(study, tmp_path / name), seen)
+        (tmp_path / name / "study.json").write_text(study.to_json("", seen))
         return looked(tmp_path / name)
 
     assert begun("few", (1, 2)) == []
@@ -98,7 +99,7 @@ def test_a_pool_remembers_with_which_seeds_a_comparison_was_looked_at(tmp_path: 
 def test_declared_looks_are_no_second_ones(tmp_path: Path) -> None:
     def found(looks: tuple[int, ...], *seeds: int) -> dict[str, list[list[int]]]:
         study = dataclasses.replace(make_study("s", "wide", seeds=seeds), looks=looks)
-        return look_again(tmp_path, study, jobs.jobs_of(study, tmp_path))
+        return look_again(tmp_path, study, jobs.jobs_of(study, tmp_path), Seen()).in_pool
 
     assert found((3, 5), 1, 2, 3) == found((3, 5), 1, 2, 3, 4, 5) == {}
     assert found((3, 5, 6), 1, 2, 3, 4, 5, 6) == {"wide": [[1, 2, 3], [1, 2, 3, 4, 5]]}  # declared after the fact
