@@ -185,6 +185,17 @@ def test_a_place_in_the_pool_is_the_hash_of_the_resolved_configuration_and_the_l
     assert load(tmp_path / "there" / "first").baseline.runs[1].finished
 
 
+def test_a_link_to_a_run_that_serves_less_leads_to_the_pool_all_the_same(data: TokenData, tmp_path: Path) -> None:
+    """What the study made there is what it finds there: it never trains through its own link."""
+    pool, study = tmp_path / "pool", make_study("first")
+    run(study, tmp_path / "first", data, pool)
+    (job,) = resolved_jobs(study.change(["train.dynamics_every=1"]), tmp_path / "first", data, pool)
+    assert job.link == run_path(tmp_path / "first", "baseline", 1)
+    assert (job.folder.parent, job.folder.is_symlink()) == (pool, False)
+    (elsewhere,) = resolved_jobs(study.change(["train.dynamics_every=1"]), tmp_path / "second", data, pool)
+    assert elsewhere.link is None
+
+
 def test_other_seeds_data_and_threads_have_other_places(tmp_path: Path) -> None:
     arm = Arm("baseline", "Baseline", tiny())
     job = Job(arm, 1, tiny(), tmp_path / "run")

@@ -28,7 +28,6 @@ from qurve.study.definition import Study
 from qurve.study.jobs import Job
 from qurve.study.looks import Seen, note, seen_in_pool
 from qurve.study.same_run import ended_by_another_bound, serves_less
-from qurve.train.config import EvalConfig
 
 FORMAT = 1
 LOCAL = ("cpu", "cores", "device", "gpu", "platform", "precision", "processes", "python", "qurve", "threads", "torch")
@@ -103,10 +102,9 @@ def look_again(pool: Path | None, study: Study, jobs: Iterable[Job], before: See
 
 
 def _key(job: Job) -> str:
-    """A comparison's side, whatever its seed, where it is made, and how often and on what it is evaluated."""
-    config = job.config
+    """A comparison's side, whatever its seed and where it is made. Another evaluation is another comparison."""
     train = dataclasses.replace(
-        config.train,
+        job.config.train,
         seed=0,
         device="auto",
         precision="auto",
@@ -115,7 +113,7 @@ def _key(job: Job) -> str:
         threads=None,
         micro_batch=None,
     )
-    return content_hash(dataclasses.replace(config, train=train, eval=EvalConfig()))
+    return content_hash(dataclasses.replace(job.config, train=train))
 
 
 # ------------------------------------------------------------------------------------------------------------ evidence
