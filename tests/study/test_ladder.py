@@ -245,7 +245,8 @@ def test_rungs_that_are_added_or_dropped_after_a_look_are_remembered_and_take_th
         return run_ladder(wanted, folder, data, command="", say=lambda text: None)[0]
 
     assert run(whole).earlier_rungs == ()
-    assert doubts(run(dataclasses.replace(whole, rungs=whole.rungs[::-1]))) == doubts(made[1])
+    assert run(dataclasses.replace(whole, rungs=whole.rungs[::-1])).earlier_rungs == ()
+    assert not any("other rungs" in doubt for doubt in doubts(made[1]))
     fewer = run(tiny_ladder(lengths=()))
     assert fewer.earlier_rungs == ((long, deep, short),)
     assert doubts(fewer)[0].startswith(f"This ladder was run before with other rungs ({long}, {deep}, {short}).")
@@ -261,8 +262,8 @@ def test_rungs_that_are_added_or_dropped_after_a_look_are_remembered_and_take_th
     assert "no verdict: it was run before" in (undecided(longer, series(longer)[0], "res-gelu") or "")
 
     (folder / FILE).unlink()  # the rungs that lie there tell of one that was dropped
-    assert run(tiny_ladder(lengths=())).earlier_rungs == ((long, short, deep),)
-    assert run(tiny_ladder(lengths=())).earlier_rungs == ((long, short, deep),)
+    assert run(tiny_ladder(lengths=())).earlier_rungs == ((short, long, deep),)
+    assert run(tiny_ladder(lengths=())).earlier_rungs == ((short, long, deep),)
 
 
 def test_a_ladder_that_grows_before_it_could_say_anything_is_let_be() -> None:

@@ -247,9 +247,7 @@ def test_a_rungs_doubts_are_the_ladders(tmp_path: Path) -> None:
         rungs.append(measured(folder, f"{place}x128@20", (place, 128), 20.0, 10**6))
     assert [(rung.compared_before, rung.looks) for rung in rungs] == [(0, 0), (2, 2)]
     results = LadderResults("x", "X", "command", "baseline", "f" * 64, tuple(rungs))
-    untuned, earlier, before = sorted(doubts(results), key=lambda doubt: ("0x" not in doubt, "1x" in doubt, doubt))[
-        :1
-    ] + [doubt for doubt in doubts(results) if not doubt.startswith("Rungs")]
+    earlier, untuned, before = doubts(results)
     assert untuned == f"Rungs 0x128@20, 1x128@20: {UNTUNED}"
     assert earlier.startswith("Rung 0x128@20: This study was run before with other seeds (1).")
     assert before.startswith("Rung 1x128@20: 2 other arms were compared with this baseline before")
