@@ -114,9 +114,13 @@ def _lines(text: str, file: Path) -> list[dict[str, Any]]:
 def _is_look(tree: Any) -> bool:
     if not isinstance(tree, dict) or not isinstance(tree.get("baseline"), str):
         return False
-    kinds = {"arms": str, "matched": str, "seeds": int, "looks": int}
-    lists = {key: tree.get(key, [] if key == "matched" else None) for key in kinds}
-    return all(isinstance(lists[key], list) and all(type(x) is kind for x in lists[key]) for key, kind in kinds.items())
+    lists = (
+        (tree.get("arms"), str),
+        (tree.get("matched", []), str),
+        (tree.get("seeds"), int),
+        (tree.get("looks"), int),
+    )
+    return all(isinstance(values, list) and all(type(one) is kind for one in values) for values, kind in lists)
 
 
 def seen_in_pool(before: Sequence[dict[str, Any]], own: dict[str, Any]) -> tuple[dict[str, list[list[int]]], Beside]:
