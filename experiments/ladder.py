@@ -24,7 +24,8 @@ from qurve.files import write_atomic
 from qurve.presets.zoo import ZOO
 from qurve.study.definition import Arm, Study
 from qurve.study.ladder import LENGTHS, Ladder, ladder, like, load_definition
-from qurve.study.ladder_results import lines, load_ladder, to_json
+from qurve.study.ladder_results import load_ladder, to_json
+from qurve.study.ladder_tables import lines
 
 EVIDENCE = Path(__file__).parents[1] / "results" / "ladder.json"
 CONTROLS = {"primer": ZOO["Mixers"]["primer"], "qk-norm": ZOO["Queries"]["qk-norm"]}

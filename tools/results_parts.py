@@ -10,7 +10,8 @@ from typing import Any
 
 from qurve.study.apart import apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
-from qurve.study.ladder_results import lines, load_ladder, percent
+from qurve.study.ladder_results import load_ladder
+from qurve.study.ladder_tables import lines, percent
 from qurve.study.searched import read_evidence
 from qurve.study.tables import AT_BASELINE, sign_flip
 

@@ -95,7 +95,7 @@ def test_compare_leaves_runs_and_a_report(compared: tuple[Path, Outcome]) -> Non
 
 def test_compare_prints_one_document_with_the_agreed_keys(compared: tuple[Path, Outcome]) -> None:
     folder, done = compared
-    assert list(done.json) == ["rows", "verdict", "report"]
+    assert list(done.json) == ["rows", "verdict", "doubts", "report"]
     assert Path(done.json["report"]) == folder / "report" / "report.html"
     base, wide = done.json["rows"]
     assert list(base) == list(wide) == ROW_KEYS.split()
@@ -209,6 +209,25 @@ def test_report_is_written_anew_from_the_runs(study: Path, compared: tuple[Path,
     assert done.code == 0
     assert done.json["rows"] == compared[1].json["rows"]
     assert (study / "report" / "report.html").exists()
+
+
+def test_doubts_are_said_wherever_the_verdict_is(
+    study: Path, compared: tuple[Path, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qurve.study.report.write_report", lambda folder, against: folder / "report.html")
+    shutil.move(study / "runs" / "wide" / "seed-3", study / "runs" / "wide" / "seed-4")
+    done = call("report", study, "--json")
+    doubts = done.json["doubts"]
+    assert any("runs that study.json does not name (wide/seed-4)" in doubt for doubt in doubts)
+    assert len(doubts) > len(compared[1].json["doubts"]) >= 1
+    told = words(call("report", study).out)
+    before, _, said = told.partition("Before you believe it: ")
+    assert (
+        f"Doubts to be read before it is believed: {len(doubts) - 1}." in before
+    )  # but for untuned rates, which it says
+    assert all(words(f"- {doubt}") in said for doubt in doubts)
+    monkeypatch.setattr("qurve.cli.studies.MOST_DOUBTS", 1)
+    assert f"- and {len(doubts) - 1} more in the report" in words(call("report", study).out)
 
 
 def test_report_sets_another_study_beside(study: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from qurve import accounting, presets
 from qurve.config import content_hash, differences, from_dict
 from qurve.errors import BadInput
 from qurve.study.definition import Arm, Study, grid_study, load_study
+from qurve.study.looks import Seen
 from qurve.study.search import Search
 from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
@@ -329,11 +330,14 @@ def test_what_no_report_could_read_is_refused_before_anything_is_made(fields: di
 
 @pytest.mark.parametrize("fields", [{"seeds": [1, 2]}, {"search": EVIDENCE}, {"seeds": (1, 2, 3), "looks": (3, 5)}])
 def test_what_is_written_can_be_read(fields: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "study.json").write_text(bad(**fields).to_json("", [(1,)], {"baseline": [(1, 2)]}))
+    (tmp_path / "study.json").write_text(
+        bad(**fields).to_json("", Seen([(1,)], {"baseline": [(1, 2)]}, {"own": ["a"]}))
+    )
     tree = read_study(tmp_path / "study.json")
     assert tree["looked_in_pool"] == {"baseline": [[1, 2]]}
+    assert tree["compared_in_pool"] == {"own": ["a"]}
     with pytest.raises(BadInput, match="a seed is a whole number"):
-        bad().to_json("", [("1",)])  # type: ignore[list-item]
+        bad().to_json("", Seen([("1",)]))  # type: ignore[list-item]
 
 
 def test_a_file_that_ends_the_process_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from fake_study import write_study
 
 from qurve.runfolder import RunFolder
 from qurve.study.evidence import compact_evidence, evidence_json, machine
+from qurve.study.headline import reservations
 from qurve.study.provenance import provenance
 from qurve.study.results import load
 
@@ -37,6 +38,14 @@ def test_without_curves_every_arm_has_its_changes_and_losses(tmp_path):
     assert (from_where["code"], from_where["order"]) == (list(provenance(results).code), provenance(results).order)
     assert nonlinear["unfinished"] == ["seed 2 diverged (after step 140: the loss is not finite)"]
     assert tree["machine"]["cpu"] == "a made-up processor"
+
+
+def test_doubts_go_where_the_numbers_go(tmp_path):
+    results = load(write_study(tmp_path, fates={("res-gelu", 2): "diverged"}))
+    found = reservations(results)
+    assert any("seed 2 diverged" in doubt for doubt in found)
+    for tree in (compact_evidence(results), json.loads(evidence_json(results))):
+        assert tree["doubts"] == found
 
 
 def test_machines_that_differ_are_all_named(tmp_path):

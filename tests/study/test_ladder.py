@@ -24,7 +24,8 @@ from qurve.runfolder import RunFolder
 from qurve.study import local
 from qurve.study.execute import run_study
 from qurve.study.ladder import BUILT_IN, at_length, at_size, ladder, like, load_definition, run_ladder
-from qurve.study.ladder_results import FILE, LadderResults, lines, load_ladder
+from qurve.study.ladder_results import FILE, LadderResults, doubts, load_ladder, other_rungs, series, undecided
+from qurve.study.ladder_tables import lines
 from qurve.train.config import RunConfig
 from tiny import InProcess, tiny
 
@@ -229,6 +230,48 @@ def test_until_its_last_rung_is_begun_a_ladder_says_so_and_decides_nothing(
     assert [rung.name for rung in results.rungs] == ["1x32@0.03"]
     assert results.not_begun == ("2x32@0.03", "1x32@0.06")
     assert "Not begun: 2x32@0.03, 1x32@0.06." in lines(results)
+
+
+def test_rungs_that_are_added_or_dropped_after_a_look_are_remembered_and_take_the_verdict(
+    made: tuple[Path, LadderResults], data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rung's own study is not what is tested here: none is made."""
+    monkeypatch.setattr("qurve.study.ladder.run_study", lambda *_, **__: {})
+    folder = Path(shutil.copytree(made[0], tmp_path / "again"))
+    whole = tiny_ladder()
+    short, deep, long = (rung.name for rung in whole.rungs)
+
+    def run(wanted: Any) -> LadderResults:
+        return run_ladder(wanted, folder, data, command="", say=lambda text: None)[0]
+
+    assert run(whole).earlier_rungs == ()
+    assert run(dataclasses.replace(whole, rungs=whole.rungs[::-1])).earlier_rungs == ()
+    assert not any("other rungs" in doubt for doubt in doubts(made[1]))
+    fewer = run(tiny_ladder(lengths=()))
+    assert fewer.earlier_rungs == ((long, deep, short),)
+    assert doubts(fewer)[0].startswith(f"This ladder was run before with other rungs ({long}, {deep}, {short}).")
+    (sizes,) = series(fewer)
+    assert (
+        undecided(fewer, sizes, "res-gelu")
+        == f"no verdict: it was run before with other rungs ({long}, {deep}, {short})"
+    )
+    assert load_ladder(folder).earlier_rungs == fewer.earlier_rungs
+    longer = run(tiny_ladder(lengths=(0.06, 0.09)))
+    assert longer.earlier_rungs == ((long, deep, short), (short, deep))
+    assert longer.not_begun == ("1x32@0.09",)
+    assert "no verdict: it was run before" in (undecided(longer, series(longer)[0], "res-gelu") or "")
+
+    (folder / FILE).unlink()  # the rungs that lie there tell of one that was dropped
+    assert run(tiny_ladder(lengths=())).earlier_rungs == ((short, long, deep),)
+    assert run(tiny_ladder(lengths=())).earlier_rungs == ((short, long, deep),)
+
+
+def test_a_ladder_that_grows_before_it_could_say_anything_is_let_be() -> None:
+    results = LadderResults("x", "X", "", "baseline", "f", (), ("a", "b", "c"), (("a", "b"),))
+    assert other_rungs(results) is None
+    assert len(doubts(results)) == 1
+    for earlier in (("a", "d"), ("a", "b", "c", "d")):
+        assert other_rungs(dataclasses.replace(results, earlier_rungs=(earlier,))) == ", ".join(earlier)
 
 
 def test_another_ladders_folder_is_refused(made: tuple[Path, LadderResults], data: TokenData, tmp_path: Path) -> None:

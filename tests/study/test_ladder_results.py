@@ -17,25 +17,24 @@ from fake_study import BASELINE, WIDER, write_study
 
 from commands import call
 from qurve.errors import BadInput
+from qurve.study.doubts import UNTUNED
 from qurve.study.effects import Unknown
 from qurve.study.ladder_results import (
     FILE,
-    JUDGED,
     LadderResults,
     RungArm,
     RungResults,
+    doubts,
     equivalent_gain,
     fit,
     gain,
     gain_trend,
-    lines,
     load_ladder,
     measured,
-    percent,
     series,
     to_json,
 )
-from qurve.study.ladder_tables import costs_table, rungs_table
+from qurve.study.ladder_tables import JUDGED, costs_table, lines, percent, rungs_table
 from qurve.study.markdown import escaped
 from qurve.study.report import write_report
 from qurve.study.scaling import Equivalent, Estimate, Fit, Trend
@@ -209,6 +208,70 @@ def test_a_rung_with_a_run_that_is_not_finished_has_no_gain_and_its_series_no_sl
         assert "seed 4" in found.why
 
 
+def growing(**fields: Any) -> tuple[Trend, str, LadderResults]:
+    """A gain that grows (p about 0.01), with these fields at its second rung."""
+    whole = planted(worth=(1.2, 1.4, 1.6))
+    rungs = [dataclasses.replace(rung, **fields) if place == 1 else rung for place, rung in enumerate(whole.rungs)]
+    results = dataclasses.replace(whole, rungs=tuple(rungs))
+    (sizes,) = series(results)
+    slope = gain_trend(results, sizes, "new")
+    assert isinstance(slope, Trend)
+    (line,) = [line for line in lines(results) if line.startswith("New, gain along size")]
+    return slope, line, results
+
+
+def test_declared_looks_share_the_risk_of_a_slope() -> None:
+    alone, line, _ = growing()
+    assert alone.outcome == "grows"
+    assert "looks" not in line
+    twice, line, _ = growing(looks=2)
+    assert twice.p_holm == pytest.approx(2 * alone.p_holm)
+    assert line.endswith(", times 2 declared looks.")
+    assert growing(looks=40)[0].outcome == "no change told"
+
+
+def test_arms_that_a_rung_was_compared_with_before_are_of_the_slopes_family() -> None:
+    alone, picked, line = growing()[0], *growing(compared_before=9)[:2]
+    assert picked.p_holm == pytest.approx(10 * alone.p_holm)
+    assert "after Holm for 10 arms, 9 of them compared with it before" in line
+
+
+def test_a_rungs_doubts_are_the_ladders(tmp_path: Path) -> None:
+    rungs = []
+    for place, more in enumerate(
+        ({"earlier_seeds": [[1]]}, {"compared_in_pool": {"own": ["a", "b"]}, "looks": [3, 5]})
+    ):
+        folder = write_study(tmp_path / str(place), (BASELINE, WIDER), search=False)
+        file = folder / "study.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+        rungs.append(measured(folder, f"{place}x128@20", (place, 128), 20.0, 10**6))
+    assert [(rung.compared_before, rung.looks) for rung in rungs] == [(0, 0), (2, 2)]
+    results = LadderResults("x", "X", "command", "baseline", "f" * 64, tuple(rungs))
+    earlier, untuned, before = doubts(results)
+    assert untuned == f"Rungs 0x128@20, 1x128@20: {UNTUNED}"
+    assert earlier.startswith("Rung 0x128@20: This study was run before with other seeds (1).")
+    assert before.startswith("Rung 1x128@20: 2 other arms were compared with this baseline before")
+    (tmp_path / FILE).write_text(to_json(results))
+    assert json.loads((tmp_path / FILE).read_text())["doubts"] == doubts(results)
+    assert load_ladder(tmp_path) == results
+    page = html.unescape(write_report(tmp_path).read_text(encoding="utf-8"))
+    told = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    for doubt in doubts(results):
+        assert f"<li>{doubt}</li>" in page
+        assert f"- {escaped(doubt)}" in told
+    said = call("report", tmp_path)
+    assert "Before you believe it:" in said.out
+    assert "- Rung 0x128@20: This study was run before" in " ".join(said.out.split())
+
+
+def test_a_run_that_is_not_finished_is_told_of_once(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "rung", (BASELINE, WIDER), search=False, fates={("mlp-4.75", 2): "diverged"})
+    results = LadderResults("x", "X", "", "baseline", "f", (measured(folder, "r", (4, 128), 20.0, 10**6),))
+    assert len([line for line in (*lines(results), *doubts(results)) if "MLP 4.75: seed 2 diverged" in line]) == 1
+    older = dataclasses.replace(results, rungs=(dataclasses.replace(results.rungs[0], doubts=()),))
+    assert any(line.startswith("Rung r, MLP 4.75: seed 2 diverged") for line in lines(older))
+
+
 def with_nulls(seed: int, arms: int = 20) -> LadderResults:
     """Arms that are the baseline but for noise, at three sizes with three seeds."""
     draw = random.Random(seed)
@@ -268,9 +331,9 @@ def test_cost_stands_beside_the_gain(tmp_path: Path) -> None:
 
 def test_a_ladder_from_before_costs_and_rungs_to_come_were_kept_is_read(tmp_path: Path) -> None:
     tree = json.loads(to_json(planted()))
-    del tree["not_begun"]
+    del tree["not_begun"], tree["earlier_rungs"], tree["doubts"]
     for rung in tree["rungs"]:
-        del rung["speeds_apart"]
+        del rung["speeds_apart"], rung["doubts"], rung["compared_before"], rung["looks"]
         for arm in rung["arms"].values():
             del arm["tokens_per_s"], arm["peak_memory_bytes"]
     (tmp_path / FILE).write_text(json.dumps(tree))

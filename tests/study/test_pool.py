@@ -22,6 +22,7 @@ from qurve.study.definition import Arm, Study
 from qurve.study.doubts import doubts
 from qurve.study.execute import run_study
 from qurve.study.jobs import Job, run_path
+from qurve.study.looks import Seen
 from qurve.study.pool import in_pool, link, look_again, run_evidence, write_evidence
 from qurve.study.results import load
 from tiny import InProcess, tiny
@@ -76,9 +77,9 @@ def test_a_pool_remembers_with_which_seeds_a_comparison_was_looked_at(tmp_path: 
     def begun(name: str, seeds: tuple[int, ...], looks: tuple[int, ...] = (), *arms: str) -> list[str]:
         study = dataclasses.replace(make_study(name, *(arms or ("wide",)), seeds=seeds), looks=looks)
         (tmp_path / name).mkdir(exist_ok=True)
-        earlier = jobs.looked_before(tmp_path / name)
-        found = earlier | look_again(tmp_path / "pool", study, jobs.jobs_of(study, tmp_path / name))
-        (tmp_path / name / "study.json").write_text(study.to_json("", (), found))
+        seen = jobs.seen_before(study, tmp_path / name)
+        seen = look_again(tmp_path / "pool", study, jobs.jobs_of(study, tmp_path / name), seen)
+        (tmp_path / name / "study.json").write_text(study.to_json("", seen))
         return looked(tmp_path / name)
 
     assert begun("few", (1, 2)) == []
@@ -98,7 +99,7 @@ def test_a_pool_remembers_with_which_seeds_a_comparison_was_looked_at(tmp_path: 
 def test_declared_looks_are_no_second_ones(tmp_path: Path) -> None:
     def found(looks: tuple[int, ...], *seeds: int) -> dict[str, list[list[int]]]:
         study = dataclasses.replace(make_study("s", "wide", seeds=seeds), looks=looks)
-        return look_again(tmp_path, study, jobs.jobs_of(study, tmp_path))
+        return look_again(tmp_path, study, jobs.jobs_of(study, tmp_path), Seen()).in_pool
 
     assert found((3, 5), 1, 2, 3) == found((3, 5), 1, 2, 3, 4, 5) == {}
     assert found((3, 5, 6), 1, 2, 3, 4, 5, 6) == {"wide": [[1, 2, 3], [1, 2, 3, 4, 5]]}  # declared after the fact
@@ -182,6 +183,17 @@ def test_a_place_in_the_pool_is_the_hash_of_the_resolved_configuration_and_the_l
     assert not Path(os.readlink(path)).is_absolute()
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert load(tmp_path / "there" / "first").baseline.runs[1].finished
+
+
+def test_a_link_to_a_run_that_serves_less_leads_to_the_pool_all_the_same(data: TokenData, tmp_path: Path) -> None:
+    """What the study made there is what it finds there: it never trains through its own link."""
+    pool, study = tmp_path / "pool", make_study("first")
+    run(study, tmp_path / "first", data, pool)
+    (job,) = resolved_jobs(study.change(["train.dynamics_every=1"]), tmp_path / "first", data, pool)
+    assert job.link == run_path(tmp_path / "first", "baseline", 1)
+    assert (job.folder.parent, job.folder.is_symlink()) == (pool, False)
+    (elsewhere,) = resolved_jobs(study.change(["train.dynamics_every=1"]), tmp_path / "second", data, pool)
+    assert elsewhere.link is None
 
 
 def test_other_seeds_data_and_threads_have_other_places(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study.doubts import doubts
 from qurve.study.evidence import evidence_json
-from qurve.study.jobs import earlier_seeds
+from qurve.study.jobs import seen_before
 from qurve.study.results import load
 from qurve.study.statistics import overall_verdict, summary_rows
 from qurve.study.tables import tex_table
@@ -45,7 +45,8 @@ def reported(folder: Path) -> str:
 
 def continued(folder: Path) -> None:
     arms = [SimpleNamespace(name=arm["name"]) for arm in (BASELINE, NONLINEAR)]
-    earlier_seeds(SimpleNamespace(name="small", arms=arms, seeds=(1,), looks=()), folder)  # type: ignore[arg-type]
+    study = SimpleNamespace(name="small", arms=arms, seeds=(1,), looks=(), baseline="baseline")
+    seen_before(study, folder)  # type: ignore[arg-type]
 
 
 READERS = [looked_at, reported, continued]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from qurve.study.ladder_results import LadderResults
 
 MOST_SEEDS = 1000
+MOST_DOUBTS = 12
+"""That the terminal says; the report and `--json` have all."""
 
 
 def compare(
@@ -319,6 +321,7 @@ def _refuse_foreign_study(folder: Path) -> None:
 
 
 def _show_report(folder: Path, console: Console, as_json: bool, against: Path | None = None) -> None:
+    from qurve.study.headline import reservations
     from qurve.study.ladder_results import FILE as LADDER
     from qurve.study.ladder_results import load_ladder
     from qurve.study.report import write_report
@@ -332,17 +335,30 @@ def _show_report(folder: Path, console: Console, as_json: bool, against: Path | 
         return
     results = load(folder)
     console.print(terminal_table(results))
+    doubts = reservations(results)
+    _show_doubts(doubts, console)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        print(json.dumps({"rows": summary_rows(results), "verdict": overall_verdict(results), "report": str(page)}))
+        found = {"rows": summary_rows(results), "verdict": overall_verdict(results), "doubts": doubts}
+        print(json.dumps({**found, "report": str(page)}))
+
+
+def _show_doubts(doubts: list[str], console: Console) -> None:
+    said = [f"- {doubt}" for doubt in doubts[:MOST_DOUBTS]]
+    if more := len(doubts) - len(said):
+        said.append(f"- and {more} more in the report")
+    for line in ("Before you believe it:", *said) if said else ():
+        console.print(line, markup=False, highlight=False)
 
 
 def _show_ladder(results: LadderResults, page: Path, console: Console, as_json: bool) -> None:
-    from qurve.study.ladder_results import lines, table, to_json
+    from qurve.study.ladder_results import doubts, to_json
+    from qurve.study.ladder_tables import lines, table
 
     console.print(table(results))
     for line in lines(results):
         console.print(line, markup=False, highlight=False)
+    _show_doubts(doubts(results), console)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         print(to_json(results))

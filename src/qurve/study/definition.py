@@ -17,6 +17,7 @@ from qurve import accounting, plugins, presets
 from qurve.config import apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.presets import zoo
+from qurve.study.looks import NOTHING_SEEN, Seen
 from qurve.study.power import LEAST_SEEDS
 from qurve.study.same_run import seeded
 from qurve.study.search import MOST_POINTS, Search, configured, point_name, short_names
@@ -276,12 +277,7 @@ class Study:
         """The arm with this seed."""
         return seeded(arm.config, seed, arm.seed_offset)
 
-    def to_json(
-        self,
-        command: str,
-        earlier_seeds: Sequence[Sequence[int]] = (),
-        looked_in_pool: Mapping[str, Sequence[Sequence[int]]] | None = None,
-    ) -> str:
+    def to_json(self, command: str, seen: Seen = NOTHING_SEEN) -> str:
         """`study.json`: what the report needs to know beyond the runs. `BadInput` for one that no report could read."""
         arms = []
         for arm in self.arms:
@@ -307,8 +303,7 @@ class Study:
             "baseline": self.baseline,
             "seeds": list(self.seeds),
             "looks": list(self.looks),
-            "earlier_seeds": [list(seeds) for seeds in earlier_seeds],
-            "looked_in_pool": {arm: [list(seeds) for seeds in sets] for arm, sets in (looked_in_pool or {}).items()},
+            **seen.to_json(),
             "command": command,
             "arms": arms,
             "search": evidence(self.search, self.configs, ()) if isinstance(self.search, Search) else self.search,

@@ -14,6 +14,8 @@ UNTUNED = (
     "No learning-rate search is recorded: each arm ran at the rate that its configuration gives. An untuned comparison "
     "can say the opposite of a tuned one."
 )
+MOST_STRAYS = 6
+"""Run folders that a sentence names."""
 ON_ONE_SPLIT = (
     "The search chose on the validation split, and the arms are compared on it as well, where what was chosen looks a "
     "little better than it is. Arms that are evaluated on the test split too are compared on that."
@@ -38,6 +40,20 @@ def doubts(results: StudyResults) -> list[str]:
                 f"{arm.label}: an earlier study of the same pool compared it with this baseline with other seeds "
                 f"({seeds}), and no look at them was declared: a verdict here is a second look."
             )
+    if before := sum(results.compared_before.values()):
+        are = "arm was" if before == 1 else "arms were"
+        found.append(
+            f"{before} other {are} compared with this baseline before, on seeds that this study has too (in its pool, "
+            "or in run folders that study.json does not name). What is picked after such a look seems better than it "
+            "is: Holm counts them as well."
+        )
+    if results.strays:
+        more = len(results.strays) - MOST_STRAYS
+        named = ", ".join(results.strays[:MOST_STRAYS]) + (f" and {more} more" if more > 0 else "")
+        found.append(
+            f"Its folder holds runs that study.json does not name ({named}): whoever drops seeds or arms after a look "
+            "at them keeps what pleases."
+        )
     ends = sorted({run.reported[-1][0] for run in results.runs if run.finished})
     if len(ends) > 1:
         found.append(f"The finished runs were last evaluated at different steps: {', '.join(f'{e:,}' for e in ends)}.")

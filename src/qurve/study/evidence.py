@@ -16,7 +16,10 @@ FORMAT = 1
 
 
 def evidence_json(results: StudyResults) -> str:
-    """Rows, verdict and split as reported, and of every run its curves, its batches' digest, and where it was made."""
+    """Rows, verdict, doubts and split as reported, and of every run its curves, its batches' digest, and where it was
+    made."""
+    from qurve.study.headline import reservations  # which takes numpy along
+
     tree = {
         "format": FORMAT,
         "name": results.name,
@@ -24,6 +27,7 @@ def evidence_json(results: StudyResults) -> str:
         "command": results.command,
         "split": results.split,
         "verdict": overall_verdict(results),
+        "doubts": reservations(results),
         "rows": summary_rows(results),
         "a_a": [arm.name for arm in results.others if arm.seed_offset],
         "matched": [arm.name for arm in results.matched],
@@ -54,9 +58,10 @@ MACHINE = ("platform", "cpu", "cores", "gpu", "torch", "precision", "threads", "
 
 
 def compact_evidence(results: StudyResults) -> dict[str, Any]:
-    """The same without the curves, for studies of many arms: where it comes from, rows, the report's tables of useful
-    units and costs, and of every arm what it changes and each seed's last losses (null where the run did not finish;
-    `unfinished` says why)."""
+    """The same without the curves, for studies of many arms: where it comes from, rows, doubts, the report's tables of
+    useful units and costs, and of every arm what it changes and each seed's last losses (null where the run did not
+    finish; `unfinished` says why)."""
+    from qurve.study.headline import reservations
     from qurve.study.stability import scale_of  # which takes numpy along
     from qurve.study.worth import costs_table, gains_table, savings_table
 
@@ -72,6 +77,7 @@ def compact_evidence(results: StudyResults) -> dict[str, Any]:
         "split": results.split,
         "seeds": list(results.seeds),
         "baseline": results.baseline.name,
+        "doubts": reservations(results),
         "rows": summary_rows(results),
         "beside": [dataclasses.asdict(table) for table in beside if table is not None],
         "arms": [_arm(results, arm) for arm in results.arms],

@@ -17,7 +17,7 @@ from qurve.errors import BadInput, Busy, QurveError
 from qurve.files import claimed, write_atomic
 from qurve.runfolder import RunFolder, Status
 from qurve.study.definition import Study
-from qurve.study.jobs import Job, Outcome, earlier_seeds, is_made, jobs_of, looked_before, scored, trial_jobs
+from qurve.study.jobs import Job, Outcome, is_made, jobs_of, scored, seen_before, trial_jobs
 from qurve.study.local import LocalWorkers
 from qurve.study.on_ray import Cluster, RayWorkers
 from qurve.study.pool import in_pool, link, look_again
@@ -95,11 +95,10 @@ def run_study(
     with _making(study, folder, data, workers, cluster, retries, pool, say) as making:
         making.check(study)
         making.claim()
+        seen, file = seen_before(study, making.folder), making.folder / "study.json"
         if isinstance(study.search, Search):
-            earlier_seeds(study, making.folder)  # refuses another study's folder
-            file = making.folder / "study.json"
             if not file.exists():
-                write_atomic(file, study.to_json(command))
+                write_atomic(file, study.to_json(command, seen))
             if definition is not None:
                 keep(definition, making.folder)
             found, failed = making.searched(study, study.search)
@@ -108,9 +107,7 @@ def run_study(
             study = study.settled(found)
         jobs = making.resolved(jobs_of(study, making.folder))
         is_open = [not is_made(job) for job in jobs]
-        looked = looked_before(making.folder) | ({} if pool is None else look_again(pool, study, jobs))
-        file = making.folder / "study.json"
-        write_atomic(file, study.to_json(command, earlier_seeds(study, making.folder), looked))
+        write_atomic(file, study.to_json(command, look_again(making.pool, study, jobs, seen)))
         if definition is not None:
             keep(definition, making.folder)
         return making.make(jobs, is_open)

@@ -39,7 +39,7 @@ def headline(results: StudyResults) -> Headline | None:
         return Headline("No verdict on any arm; each says why.", None, None, "")
     arm, pair = pairs[min(decided)[1] if decided else 0]
     caveat = (
-        f"The lowest of {len(decided)} arms: the verdict is corrected for {len(pairs)} (Holm), its interval is not."
+        f"The lowest of {len(decided)} arms: the verdict is corrected for {results.family} (Holm), its interval is not."
     )
     return Headline(f"{arm.label}: {pair.verdict}.", arm, pair, caveat if len(decided) > 1 else "")
 

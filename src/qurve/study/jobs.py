@@ -12,7 +12,8 @@ from qurve.data.loader import TokenData
 from qurve.errors import BadInput, Busy, Diverged, QurveError, Stopped
 from qurve.runfolder import RunFolder
 from qurve.study.definition import Arm, Study
-from qurve.study.same_run import ended_by_another_bound
+from qurve.study.looks import Seen
+from qurve.study.same_run import begun_runs, ended_by_another_bound
 from qurve.study.search import Score, Trial, trial_config, trial_name
 from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
@@ -125,30 +126,37 @@ def is_made(job: Job) -> bool:
     return state["status"] == "diverged" or (state["status"] == "finished" and enough)
 
 
-def earlier_seeds(study: Study, folder: Path) -> list[list[int]]:
-    """The sets of seeds that this study was made with before, in this folder. `BadInput` when it is another study's."""
+def seen_before(study: Study, folder: Path) -> Seen:
+    """What the folder remembers of looks at this study. `BadInput` when it is another study's.
+
+    Run folders without a `study.json` were looked at too: somebody has removed it.
+    """
     file = folder / "study.json"
     if not file.exists():
-        return []
+        arms = {arm.name for arm in study.arms}
+        shown = sorted({seed for arm, seed in begun_runs(folder) if arm in arms})
+        return Seen([shown] if shown and set(shown) != set(study.seeds) else [])
     before = read_study(file)
-    name, seeds = before["name"], before["seeds"]
-    arms = [arm["name"] for arm in before["arms"] if arm.get("matched") is None]  # matched ones are the search's
-    earlier: list[list[int]] = before.get("earlier_seeds", [])
-    if name != study.name or not set(arms) <= {arm.name for arm in study.arms}:
-        raise BadInput(f"{folder} holds the study {name!r} with the arms {', '.join(arms)}; give another --out")
+    name, seeds, baseline = before["name"], before["seeds"], before.get("baseline", study.baseline)
+    arms_there = [arm["name"] for arm in before["arms"] if arm.get("matched") is None]  # matched ones are the search's
+    if name != study.name or not set(arms_there) <= {arm.name for arm in study.arms}:
+        raise BadInput(f"{folder} holds the study {name!r} with the arms {', '.join(arms_there)}; give another --out")
+    if baseline != study.baseline:
+        raise BadInput(
+            f"{folder} holds the study with the baseline {baseline}, and it is {study.baseline} now; give another --out"
+        )
     if (declared := before.get("looks", [])) != list(study.looks):
         there, here = (", ".join(map(str, looks)) or "none" for looks in (declared, study.looks))
         raise BadInput(
             f"{folder} holds the study with other declared looks ({there} there, {here} now), and they are declared "
             "before the first run; give another --out"
         )
-    return earlier if set(seeds) == set(study.seeds) else [*earlier, seeds]
-
-
-def looked_before(folder: Path) -> dict[str, list[list[int]]]:
-    """What the study in this folder knows of looks that were taken in its pool before it."""
-    file = folder / "study.json"
-    return dict(read_study(file).get("looked_in_pool", {})) if file.exists() else {}
+    earlier: list[list[int]] = before.get("earlier_seeds", [])
+    return Seen(
+        earlier if set(seeds) == set(study.seeds) else [*earlier, seeds],
+        before.get("looked_in_pool", {}),
+        before.get("compared_in_pool", {}),
+    )
 
 
 def make(job: Job, device: str, data_folder: str) -> Outcome:

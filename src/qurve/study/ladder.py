@@ -186,6 +186,7 @@ def run_ladder(
     machine (on a cluster: when its turn comes).
     """
     refuse_foreign(folder, wanted.name)
+    earlier = earlier_rungs(wanted, folder)
     if options.get("cluster") is None:
         resolved([arm.config for rung in wanted.rungs for arm in rung.study.arms], 1, str(data.folder))
     if definition is not None:
@@ -196,7 +197,7 @@ def run_ladder(
         say(f"rung {place} of {len(wanted.rungs)}: {rung.study.title}")
         broken = run_study(rung.study, rung_path(folder, rung.name), data, command=command, say=say, **options)
         failed |= {f"{rung.name}, {name}": why for name, why in broken.items()}
-        write_atomic(folder / FILE, to_json(_results(wanted, folder, data, command)))
+        write_atomic(folder / FILE, to_json(_results(wanted, folder, data, command, earlier)))
     return load_ladder(folder), failed
 
 
@@ -215,7 +216,21 @@ def refuse_foreign(folder: Path, name: str) -> None:
         raise BadInput(f"{folder} holds something that is not a ladder; give another --out")
 
 
-def _results(wanted: Ladder, folder: Path, data: TokenData, command: str) -> LadderResults:
+def earlier_rungs(wanted: Ladder, folder: Path) -> tuple[tuple[str, ...], ...]:
+    """The sets of rungs that this ladder was run with before, by its `ladder.json` and the rungs that lie there."""
+    found: tuple[tuple[str, ...], ...] = ()
+    now = {rung.name for rung in wanted.rungs}
+    if (folder / FILE).is_file():
+        before = load_ladder(folder)
+        last = (*(rung.name for rung in before.rungs), *before.not_begun)
+        found = before.earlier_rungs if set(last) == now else (*before.earlier_rungs, last)
+    begun = tuple(sorted(file.parent.name for file in folder.glob("rungs/*/study.json")))
+    return found if set(begun) <= now.union(*found) else (*found, begun)
+
+
+def _results(
+    wanted: Ladder, folder: Path, data: TokenData, command: str, earlier: tuple[tuple[str, ...], ...]
+) -> LadderResults:
     """Every rung that was begun, as it stands, and the names of the others."""
     begun = [rung for rung in wanted.rungs if (rung_path(folder, rung.name) / "study.json").exists()]
     missing = dict.fromkeys(rung.name for rung in wanted.rungs)
@@ -234,7 +249,7 @@ def _results(wanted: Ladder, folder: Path, data: TokenData, command: str) -> Lad
     )
     baseline = wanted.rungs[0].study.baseline
     names = (wanted.name, wanted.title, command, baseline, data.fingerprint)
-    return LadderResults(*names, rungs, tuple(missing), kept(folder))
+    return LadderResults(*names, rungs, tuple(missing), earlier, kept(folder))
 
 
 # ------------------------------------------------------------------------------------------------------------ built in

@@ -13,30 +13,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from qurve.errors import BadInput
 from qurve.study.effects import Unknown, asked, costs, estimate, log_loss_gain, not_comparable, speeds_apart
+from qurve.study.headline import reservations
 from qurve.study.paired import holm
 from qurve.study.power import LEAST_SEEDS
 from qurve.study.results import Arm, StudyResults, load
 from qurve.study.scaling import (
-    PUBLISHED,
     Equivalent,
     Estimate,
     Fit,
     Trend,
     equivalent,
     fit_power_law,
-    hoffmann_exponents,
     trend,
 )
 from qurve.study.statistics import relative_gains
 from qurve.study.study_json import check_plain, one_line
-from qurve.study.tables import NONE, plain, signed, with_interval
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 FILE = "ladder.json"
 LEAST_RUNGS = 3
@@ -79,6 +74,12 @@ class RungResults:
     machine: dict[str, Any]
     speeds_apart: float = 1.0
     """How many times as fast as its slowest seed an arm's fastest ran, at most: far from 1, the machine was busy."""
+    doubts: tuple[str, ...] = ()
+    """What speaks against its study's comparison, in sentences."""
+    compared_before: int = 0
+    """Arms beside the ladder's that were compared with this rung's baseline too, where its study knows of them."""
+    looks: int = 0
+    """Numbers of seeds at which its study declared a look."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class LadderResults:
     rungs: tuple[RungResults, ...]
     not_begun: tuple[str, ...] = ()
     """Rungs of the ladder that have no run yet."""
+    earlier_rungs: tuple[tuple[str, ...], ...] = ()
+    """The sets of rungs that the ladder was run with before this one."""
     definition: dict[str, str] = field(default_factory=dict)
     """Copies of the file that it comes from, and of what that imports: path in the folder -> sha256."""
 
@@ -116,7 +119,8 @@ def measured(
     memory = {cost.arm: cost.peak_memory_bytes for cost in costs(results)}
     arms = {arm.name: _rung_arm(results, arm, memory[arm.name]) for arm in results.arms}
     epochs, apart = tokens / data_tokens, speeds_apart(results)
-    return RungResults(name, *size, tokens_per_parameter, tokens, epochs, arms, machine, apart)
+    seen = tuple(reservations(results)), results.family - len(results.primary), len(results.looks)
+    return RungResults(name, *size, tokens_per_parameter, tokens, epochs, arms, machine, apart, *seen)
 
 
 def _rung_arm(results: StudyResults, arm: Arm, memory: int | None) -> RungArm:
@@ -128,8 +132,9 @@ def _rung_arm(results: StudyResults, arm: Arm, memory: int | None) -> RungArm:
 
 
 def to_json(results: LadderResults) -> str:
-    """`ladder.json`: what was measured, and what follows from it."""
-    tree = {"format": FORMAT, **dataclasses.asdict(results), "findings": findings_json(results)}
+    """`ladder.json`: what was measured, what follows from it, and what speaks against it."""
+    found = {"doubts": doubts(results), "findings": findings_json(results)}
+    tree = {"format": FORMAT, **dataclasses.asdict(results), **found}
     return json.dumps(tree, indent=1) + "\n"
 
 
@@ -148,8 +153,9 @@ def load_ladder(place: Path) -> LadderResults:
             raise BadInput(f"a rung lacks the baseline {baseline!r}")
         names = (one_line(tree["name"]), one_line(tree["title"]), str(tree["command"]))
         not_begun = tuple(one_line(rung) for rung in tree.get("not_begun", ()))
+        earlier = tuple(tuple(one_line(rung) for rung in rungs) for rungs in tree.get("earlier_rungs", ()))
         copies = {one_line(path): one_line(sha) for path, sha in tree.get("definition", {}).items()}
-        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs, not_begun, copies)
+        return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs, not_begun, earlier, copies)
     except OSError as error:
         raise BadInput(f"{file} cannot be read ({error.strerror})") from None
     except KeyError as error:
@@ -187,6 +193,9 @@ def _rung(item: dict[str, Any]) -> RungResults:
         arms=arms,
         machine=dict(item["machine"]),
         speeds_apart=float(item.get("speeds_apart", 1.0)),
+        doubts=tuple(one_line(doubt) for doubt in item.get("doubts", ())),
+        compared_before=int(item.get("compared_before", 0)),
+        looks=int(item.get("looks", 0)),
     )
 
 
@@ -311,15 +320,25 @@ def gain_trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown
     """How the arm's gain changes along the series: a line over every seed's gain.
 
     A rung at which it cannot be compared makes it unknown: left out, the line would be of the rungs that suit. The
-    slopes of all arms along one series are a family: whether one grows or shrinks is decided after Holm's correction.
-    A slope that is `undecided` has no p.
+    slopes of all arms along one series are a family: whether one grows or shrinks is decided after Holm's correction,
+    and where looks were declared, each may spend an equal part of the 5 %. A slope that is `undecided` has no p.
     """
+    _, before, looks = family(results, one)
     trends = {other: _trend(results, one, other) for other in results.arms if other != results.baseline}
-    adjusted = holm([None if isinstance(found, Unknown) else found.p for found in trends.values()])
+    p_values = [None if isinstance(found, Unknown) else found.p for found in trends.values()]
+    adjusted = holm([*p_values, *[None] * before])
     found = trends[arm]
     if isinstance(found, Unknown):
         return found
-    return dataclasses.replace(found, p_holm=adjusted[list(trends).index(arm)])
+    p = adjusted[list(trends).index(arm)]
+    return dataclasses.replace(found, p_holm=None if p is None else min(1.0, looks * p))
+
+
+def family(results: LadderResults, one: Series) -> tuple[int, int, int]:
+    """What the slopes along the series are corrected for: the ladder's arms, those that were compared with a rung's
+    baseline before, and the looks that a rung's study declared, one at least."""
+    before = max(rung.compared_before for rung in one.rungs)
+    return len(results.arms) - 1, before, max(1, *(rung.looks for rung in one.rungs))
 
 
 def _trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown:
@@ -338,6 +357,8 @@ def _trend(results: LadderResults, one: Series, arm: str) -> Trend | Unknown:
 def undecided(results: LadderResults, one: Series, arm: str) -> str | None:
     """Why a slope that is known decides nothing, in words; None where it may. Rungs that are to come could turn it, two
     lie on any line, and means of few seeds are no scatter to go by."""
+    if (other := other_rungs(results)) is not None:
+        return f"no verdict: it was run before with other rungs ({other})"
     if results.not_begun:
         return f"no verdict yet: {', '.join(results.not_begun)} not begun"
     if len(one.rungs) < LEAST_RUNGS:
@@ -346,6 +367,32 @@ def undecided(results: LadderResults, one: Series, arm: str) -> str | None:
     if few := [f"{n} at {rung}" for rung, n in seeds.items() if n < LEAST_SEEDS]:
         return f"no verdict: it takes {LEAST_SEEDS} seeds at each rung, and there are {', '.join(few)}"
     return None
+
+
+def other_rungs(results: LadderResults) -> str | None:
+    """The earlier sets of rungs that could have shown a slope, or ended in a choice among rungs, in words; None where
+    there is none. A ladder that grows from fewer than `LEAST_RUNGS` had none to show."""
+    now = {*(rung.name for rung in results.rungs), *results.not_begun}
+    sets = [rungs for rungs in results.earlier_rungs if not set(rungs) <= now or len(rungs) >= LEAST_RUNGS]
+    return "; ".join(", ".join(rungs) for rungs in sets) or None
+
+
+def doubts(results: LadderResults) -> list[str]:
+    """What a sceptical reader should know before believing the slopes, in sentences: the rungs' own doubts among them,
+    each said once."""
+    found = []
+    if results.earlier_rungs:
+        sets = "; ".join(", ".join(rungs) for rungs in results.earlier_rungs)
+        found.append(
+            f"This ladder was run before with other rungs ({sets}). Whoever adds or drops rungs after a look at the "
+            "result can choose the slope."
+        )
+    rungs: dict[str, list[str]] = {}
+    for rung in results.rungs:
+        for doubt in rung.doubts:
+            rungs.setdefault(doubt, []).append(rung.name)
+    found += [f"Rung{'' if len(names) == 1 else 's'} {', '.join(names)}: {doubt}" for doubt, names in rungs.items()]
+    return found
 
 
 def findings_json(results: LadderResults) -> dict[str, Any]:
@@ -374,106 +421,3 @@ def findings_json(results: LadderResults) -> dict[str, Any]:
 
 def _plain(found: Any) -> Any:
     return dataclasses.asdict(found)
-
-
-# ------------------------------------------------------------------------------------------------------------- in words
-
-
-def table(results: LadderResults) -> Table:
-    """What `rich` prints: a row for each rung, each arm's mean loss with its gain over the baseline."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    found = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", padding=(0, 0, 0, 1))
-    found.add_column("rung", overflow="fold")
-    found.add_column("N.E.\nparams", justify="right", no_wrap=True)
-    found.add_column("tokens", justify="right", no_wrap=True)
-    for label in results.arms.values():
-        found.add_column(label, justify="right")
-    for rung in results.rungs:
-        base = rung.arms[results.baseline]
-        cells = [rung.name, f"{base.non_embedding:,}", f"{rung.tokens:,}"]
-        cells += [_cell(results, rung, arm) for arm in results.arms]
-        found.add_row(*(Text(cell) for cell in cells))
-    return found
-
-
-def _cell(results: LadderResults, rung: RungResults, arm: str) -> str:
-    if arm not in rung.arms or not rung.arms[arm].losses:
-        return NONE
-    losses = rung.arms[arm].losses
-    words = plain(sum(losses.values()) / len(losses), 4)
-    return words if arm == results.baseline else f"{words}\n{percent(gain(results, rung, arm))}"
-
-
-def lines(results: LadderResults) -> list[str]:
-    """What the ladder says beyond its table, in sentences; what cannot be said, with the reason."""
-    said = []
-    for one in series(results):
-        for arm, label in results.arms.items():
-            if arm != results.baseline:
-                said.append(f"{label}, gain along {one.along} ({one.fixed}): {_slope(results, one, arm)}.")
-        for arm, label in results.arms.items():
-            said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm), one.along)}.")
-        said.append(_published(results, one))
-    if said:
-        said.append(JUDGED)
-    if results.not_begun:
-        said.append(f"Not begun: {', '.join(results.not_begun)}.")
-    for rung in results.rungs:
-        for arm, there in rung.arms.items():
-            if arm != results.baseline and isinstance(found := gain(results, rung, arm), Unknown):
-                said.append(f"Rung {rung.name}, {there.label}: no gain ({found.why}).")
-        if rung.epochs > 1:
-            said.append(f"Rung {rung.name} went through the training data {rung.epochs:.1f} times.")
-        for there in rung.arms.values():
-            if there.unfinished:
-                said.append(f"Rung {rung.name}, {there.label}: {'; '.join(there.unfinished)}.")
-    return said
-
-
-def percent(found: Estimate | Unknown) -> str:
-    """`+2.40 % [+2.10, +2.70]`, or a dash."""
-    return NONE if isinstance(found, Unknown) else with_interval(found, lambda x: signed(x, 2), " %")
-
-
-JUDGED = (
-    "A gain is called one that grows or shrinks by the t test of its slope, corrected by Holm for the arms of its "
-    "series; the interval beside it is the slope's own, and not corrected."
-)
-
-
-def _slope(results: LadderResults, one: Series, arm: str) -> str:
-    found, arms = gain_trend(results, one, arm), len(results.arms) - 1
-    if isinstance(found, Unknown):
-        return f"no slope ({found.why})"
-    size = with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
-    if (why := undecided(results, one, arm)) is not None:
-        return f"{why}; {size}"
-    assert found.p_holm is not None  # three rungs leave a degree of freedom
-    p = "p < 0.0001" if found.p_holm < 1e-4 else "p = 1" if found.p_holm == 1 else f"p = {found.p_holm:.4f}"
-    return f"{found.outcome}: {size}, {p}" + (f" after Holm for {arms} arms" if arms > 1 else "")
-
-
-def _exponent(found: Fit | Unknown, along: str) -> str:
-    if isinstance(found, Unknown):
-        return f"no exponent ({found.why})"
-    form = found.in_words() if along == "size" else found.in_words("D", "lengths")
-    return f"exponent {with_interval(found.alpha, lambda x: plain(x, 3))}; {form}"
-
-
-def _published(results: LadderResults, one: Series) -> str:
-    kaplan, _ = PUBLISHED
-    largest = max(one.rungs, key=lambda rung: one.scale[rung.name])
-    theirs = hoffmann_exponents(largest.arms[results.baseline].total, largest.tokens)
-    if one.along == "length":
-        return (
-            f"Published over tokens: {kaplan.numbers['alpha_D']} ({kaplan.name}, parameters not limiting), "
-            f"{theirs['D']:.3f} at the longest by the fit of Hoffmann et al. 2022; both of other data and tokens."
-        )
-    return (
-        f"Published over parameters: {kaplan.numbers['alpha_N']} ({kaplan.name}, tokens not limiting), "
-        f"{theirs['N']:.3f} with tokens fixed and {theirs['N with D']:.3f} with tokens growing alike, as here, at the "
-        "largest by the fit of Hoffmann et al. 2022; both of other data and tokens."
-    )

@@ -1,27 +1,36 @@
-"""What a ladder says, as tables in words, and as the files beside its page: Markdown, CSV, LaTeX."""
+"""What a ladder says, in sentences and tables, and as the files beside its page: Markdown, CSV, LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from qurve.study.effects import STEADY, Unknown
 from qurve.study.ladder_results import (
-    JUDGED,
     LadderResults,
     RungArm,
     RungResults,
+    Series,
+    doubts,
     equivalent_gain,
+    family,
+    fit,
     gain,
-    lines,
+    gain_trend,
     loss,
-    percent,
+    series,
+    undecided,
 )
 from qurve.study.markdown import block, escaped, in_words
 from qurve.study.provenance import made_by
+from qurve.study.scaling import PUBLISHED, Estimate, Fit, hoffmann_exponents
 from qurve.study.tables import NONE, plain, signed, signed_change, tex_escape, with_interval
 from qurve.study.worth import Table
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 COLUMNS = (
     "rung",
@@ -38,6 +47,112 @@ COLUMNS = (
     "peak_memory_bytes",
 )
 """Of `table.csv`."""
+
+
+def table(results: LadderResults) -> RichTable:
+    """What `rich` prints: a row for each rung, each arm's mean loss with its gain over the baseline."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    found = Table(box=box.SIMPLE_HEAD, title=Text(results.title), title_justify="left", padding=(0, 0, 0, 1))
+    found.add_column("rung", overflow="fold")
+    found.add_column("N.E.\nparams", justify="right", no_wrap=True)
+    found.add_column("tokens", justify="right", no_wrap=True)
+    for label in results.arms.values():
+        found.add_column(label, justify="right")
+    for rung in results.rungs:
+        base = rung.arms[results.baseline]
+        cells = [rung.name, f"{base.non_embedding:,}", f"{rung.tokens:,}"]
+        cells += [_cell(results, rung, arm) for arm in results.arms]
+        found.add_row(*(Text(cell) for cell in cells))
+    return found
+
+
+def _cell(results: LadderResults, rung: RungResults, arm: str) -> str:
+    if arm not in rung.arms or not rung.arms[arm].losses:
+        return NONE
+    losses = rung.arms[arm].losses
+    words = plain(sum(losses.values()) / len(losses), 4)
+    return words if arm == results.baseline else f"{words}\n{percent(gain(results, rung, arm))}"
+
+
+def lines(results: LadderResults) -> list[str]:
+    """What the ladder says beyond its table, in sentences; what cannot be said, with the reason."""
+    said = []
+    for one in series(results):
+        for arm, label in results.arms.items():
+            if arm != results.baseline:
+                said.append(f"{label}, gain along {one.along} ({one.fixed}): {_slope(results, one, arm)}.")
+        for arm, label in results.arms.items():
+            said.append(f"{label}, loss along {one.along} ({one.fixed}): {_exponent(fit(one, arm), one.along)}.")
+        said.append(_published(results, one))
+    if said:
+        said.append(JUDGED)
+    if results.not_begun:
+        said.append(f"Not begun: {', '.join(results.not_begun)}.")
+    for rung in results.rungs:
+        for arm, there in rung.arms.items():
+            if arm != results.baseline and isinstance(found := gain(results, rung, arm), Unknown):
+                said.append(f"Rung {rung.name}, {there.label}: no gain ({found.why}).")
+        if rung.epochs > 1:
+            said.append(f"Rung {rung.name} went through the training data {rung.epochs:.1f} times.")
+        for there in rung.arms.values():
+            states = "; ".join(there.unfinished)
+            if states and f"{there.label}: {states}." not in rung.doubts:  # which are said beside these
+                said.append(f"Rung {rung.name}, {there.label}: {states}.")
+    return said
+
+
+def percent(found: Estimate | Unknown) -> str:
+    """`+2.40 % [+2.10, +2.70]`, or a dash."""
+    return NONE if isinstance(found, Unknown) else with_interval(found, lambda x: signed(x, 2), " %")
+
+
+JUDGED = (
+    "A gain is called one that grows or shrinks by the t test of its slope, corrected by Holm for the arms of its "
+    "series; the interval beside it is the slope's own, and not corrected."
+)
+
+
+def _slope(results: LadderResults, one: Series, arm: str) -> str:
+    found, (arms, before, looks) = gain_trend(results, one, arm), family(results, one)
+    if isinstance(found, Unknown):
+        return f"no slope ({found.why})"
+    size = with_interval(found.per_doubling, lambda x: signed(x, 3), " percentage points per doubling")
+    if (why := undecided(results, one, arm)) is not None:
+        return f"{why}; {size}"
+    assert found.p_holm is not None  # three rungs leave a degree of freedom
+    p = "p < 0.0001" if found.p_holm < 1e-4 else "p = 1" if found.p_holm == 1 else f"p = {found.p_holm:.4f}"
+    p += f" after Holm for {arms + before} arms" if arms + before > 1 else ""
+    p += f", {before} of them compared with it before" if before else ""
+    return f"{found.outcome}: {size}, {p}" + (f", times {looks} declared looks" if looks > 1 else "")
+
+
+def _exponent(found: Fit | Unknown, along: str) -> str:
+    if isinstance(found, Unknown):
+        return f"no exponent ({found.why})"
+    form = found.in_words() if along == "size" else found.in_words("D", "lengths")
+    return f"exponent {with_interval(found.alpha, lambda x: plain(x, 3))}; {form}"
+
+
+def _published(results: LadderResults, one: Series) -> str:
+    kaplan, _ = PUBLISHED
+    largest = max(one.rungs, key=lambda rung: one.scale[rung.name])
+    theirs = hoffmann_exponents(largest.arms[results.baseline].total, largest.tokens)
+    if one.along == "length":
+        return (
+            f"Published over tokens: {kaplan.numbers['alpha_D']} ({kaplan.name}, parameters not limiting), "
+            f"{theirs['D']:.3f} at the longest by the fit of Hoffmann et al. 2022; both of other data and tokens."
+        )
+    return (
+        f"Published over parameters: {kaplan.numbers['alpha_N']} ({kaplan.name}, tokens not limiting), "
+        f"{theirs['N']:.3f} with tokens fixed and {theirs['N with D']:.3f} with tokens growing alike, as here, at the "
+        "largest by the fit of Hoffmann et al. 2022; both of other data and tokens."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
 
 
 def rungs_table(results: LadderResults) -> Table:
@@ -136,6 +251,8 @@ def markdown(results: LadderResults) -> str:
     text = [f"## {escaped(results.title)}", "", *(f"- {escaped(words)}" for words in first)]
     for table in (rungs_table(results), costs_table(results)):
         text += ["", *in_words(table)]
+    if found := doubts(results):
+        text += ["", "### Before you believe it", "", *(f"- {escaped(doubt)}" for doubt in found)]
     text += ["", "### What the rungs say together", ""]
     text += [f"- {escaped(words)}" for words in said if words not in first]
     text += [

@@ -1,7 +1,7 @@
 """One pool of runs for all studies: a folder with one run folder for each content hash.
 
     <pool>/<hash>/                           the run folder, see `qurve.runfolder`
-    <pool>/looks.jsonl                       which arms were compared with which baseline, with which seeds
+    <pool>/looks.jsonl                       what was compared with what, with which seeds, see `qurve.study.looks`
     <study>/runs/<arm>/seed-<n>              a relative link to it
 
 A run whose configuration is in the pool is not made again, whichever study made it. The hash is that of the resolved
@@ -26,12 +26,10 @@ from qurve.files import write_atomic
 from qurve.runfolder import RunFolder
 from qurve.study.definition import Study
 from qurve.study.jobs import Job
-from qurve.study.power import LEAST_SEEDS
+from qurve.study.looks import Seen, note, seen_in_pool
 from qurve.study.same_run import ended_by_another_bound, serves_less
 
 FORMAT = 1
-LOOKS = "looks.jsonl"
-"""Which comparisons were made in the pool, and with which seeds: a line for each study."""
 LOCAL = ("cpu", "cores", "device", "gpu", "platform", "precision", "processes", "python", "qurve", "threads", "torch")
 """What is kept of a run's environment: what its numbers and its speed may depend on."""
 
@@ -75,51 +73,47 @@ def link(job: Job) -> None:
 # --------------------------------------------------------------------------------------------------------------- looks
 
 
-def look_again(pool: Path, study: Study, jobs: Iterable[Job]) -> dict[str, list[list[int]]]:
-    """Arm -> the sets of seeds with which earlier studies of this pool compared it with this baseline, where that was a
-    look which this study did not declare. Notes this study's own, once; a study that comes again sees what it saw then.
+def look_again(pool: Path | None, study: Study, jobs: Iterable[Job], before: Seen) -> Seen:
+    """What the study remembers, and what the pool knows of looks before it, where there is one; notes this study's.
 
-    `jobs` are its runs with resolved configurations.
+    `jobs` are its runs with resolved configurations. An A/A arm is compared with nobody.
     """
-    keys = {job.arm.name: _without_seed(job) for job in jobs if not job.arm.seed_offset}
+    keys = {job.arm.name: _key(job) for job in jobs if not job.arm.seed_offset}
     base = keys.pop(study.baseline, None)
     if base is None or not keys:
-        return {}
-    own = {"baseline": base, "arms": sorted(set(keys.values())), "seeds": list(study.seeds), "looks": list(study.looks)}
-    file = pool / LOOKS
-    lines = _lines(file)
-    before = lines[: lines.index(own)] if own in lines else lines
-    if own not in lines:
-        pool.mkdir(parents=True, exist_ok=True)
-        with open(file, "a", encoding="utf-8") as log:  # one write: two studies may come at once
-            log.write(json.dumps(own) + "\n")
-    found: dict[str, list[list[int]]] = {}
-    for line in before:
-        seeds, is_declared = line["seeds"], line["looks"] == own["looks"] and len(line["seeds"]) in study.looks
-        is_harmless = set(seeds) <= set(study.seeds) and (len(seeds) < LEAST_SEEDS or is_declared)
-        if line["baseline"] != base or is_harmless or set(seeds) == set(study.seeds):
-            continue
-        for arm, key in keys.items():
-            if key in line["arms"] and seeds not in found.setdefault(arm, []):
-                found[arm].append(seeds)
-    return {arm: sets for arm, sets in found.items() if sets}
+        return before
+    matched = {keys[arm.name] for arm in study.arms if arm.matched is not None and arm.name in keys}
+    own = {
+        "baseline": base,
+        "arms": sorted(set(keys.values())),
+        "matched": sorted(matched),
+        "seeds": list(study.seeds),
+        "looks": list(study.looks),
+    }
+    sets, beside = ({}, {}) if pool is None else seen_in_pool(note(pool, own), own)
+    mine = {"own": set(keys.values()) - matched, "matched": matched}
+    return dataclasses.replace(
+        before,
+        in_pool={**before.in_pool, **{arm: sets[key] for arm, key in keys.items() if key in sets}},
+        beside={
+            family: sorted({*before.beside.get(family, ()), *beside.get(family, ())} - mine[family]) for family in mine
+        },
+    )
 
 
-def _without_seed(job: Job) -> str:
-    return content_hash(dataclasses.replace(job.config, train=dataclasses.replace(job.config.train, seed=0)))
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """What was noted; a line that a killed process left torn is passed over."""
-    found = []
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
-        try:
-            line = json.loads(text)
-            [list(line[key]) for key in ("arms", "seeds", "looks")]
-            found.append({"baseline": line["baseline"], **line})
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return found
+def _key(job: Job) -> str:
+    """A comparison's side, whatever its seed and where it is made. Another evaluation is another comparison."""
+    train = dataclasses.replace(
+        job.config.train,
+        seed=0,
+        device="auto",
+        precision="auto",
+        compile=True,
+        head_impl="auto",
+        threads=None,
+        micro_batch=None,
+    )
+    return content_hash(dataclasses.replace(job.config, train=train))
 
 
 # ------------------------------------------------------------------------------------------------------------ evidence

@@ -88,7 +88,7 @@ def detectable(results: StudyResults) -> tuple[float, float] | None:
     if floor is None or floor.differences is None or floor.differences.value == 0:
         return None
     n, sd = floor.differences.n, floor.differences.value
-    nats = minimum_detectable(n, sd, level=LEVEL / max(1, len(results.looks)), arms=max(1, len(results.primary)))
+    nats = minimum_detectable(n, sd, level=LEVEL / max(1, len(results.looks)), arms=max(1, results.family))
     return None if nats is None else (nats, 100 * nats / floor.base_loss)
 
 

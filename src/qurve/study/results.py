@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
 from qurve.study.batches import BatchProof, identical_batches
 from qurve.study.dynamics import Measures, measures_of
-from qurve.study.same_run import check_run
+from qurve.study.same_run import begun_runs, check_run
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import check_plain, one_line, read_study
 
@@ -160,6 +160,11 @@ class StudyResults:
     """The sets of seeds that the study was run with before this one."""
     looked_in_pool: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     """Arm -> the other sets of seeds with which an earlier study of its pool compared it with this baseline."""
+    compared_before: Mapping[str, int] = field(default_factory=dict)
+    """Family of tests (`qurve.study.looks.FAMILIES`) -> arms beside this study's that were compared with its baseline
+    too, in its pool or in run folders that `study.json` does not name: Holm counts them."""
+    strays: tuple[str, ...] = ()
+    """Run folders of other arms, or of seeds that the study is not known to have had: `arm/seed-3`."""
     looks: tuple[int, ...] = ()
     """The numbers of seeds at which a look at the result was declared before the first run."""
     split: str = "val"
@@ -174,6 +179,11 @@ class StudyResults:
         """The arms that a claim may be made of: the study's own beside the baseline, after a search each at its own
         best point, but for A/A arms."""
         return [arm for arm in self.others if arm.matched is None and not arm.seed_offset]
+
+    @property
+    def family(self) -> int:
+        """Arms that the first comparison's verdicts are corrected for, and those of other studies among them."""
+        return len(self.primary) + self.compared_before.get("own", 0)
 
     @property
     def matched(self) -> list[Arm]:
@@ -218,21 +228,29 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
         split = "test" if search is not None and all(_is_tested(item) for item in tree["arms"]) else "val"
         arms = tuple(_arm(folder, item, seeds, split, search) for item in tree["arms"])
         names = [arm.name for arm in arms]
-        if tree["baseline"] not in names:
-            raise BadInput(
-                f"{source}: the baseline {tree['baseline']!r} is no arm{did_you_mean(str(tree['baseline']), names)}"
-            )
+        if (base := tree["baseline"]) not in names:
+            raise BadInput(f"{source}: the baseline {base!r} is no arm{did_you_mean(str(base), names)}")
+        earlier = tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ()))
+        strays, dropped, gone = _strays(folder, names, {*seeds, *(seed for one in earlier for seed in one)})
+        if dropped:
+            earlier = (*earlier, tuple(sorted({*seeds, *dropped})))
+        matched = {f"{name}@{base}" for name in names} & gone
+        beside = {family: len(hashes) for family, hashes in tree.get("compared_in_pool", {}).items()}
+        for family, of in (("own", gone - matched), ("matched", matched)):
+            beside[family] = beside.get(family, 0) + len(of)
         return StudyResults(
             folder=folder,
             name=one_line(tree["name"]),
             title=one_line(tree["title"]),
             command=str(tree["command"]),
-            baseline=arms[names.index(tree["baseline"])],
+            baseline=arms[names.index(base)],
             arms=arms,
             seeds=seeds,
             search=search,
-            earlier_seeds=tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ())),
+            earlier_seeds=earlier,
             looked_in_pool={arm: tuple(map(tuple, of)) for arm, of in tree.get("looked_in_pool", {}).items()},
+            compared_before=beside,
+            strays=strays,
             looks=tuple(tree.get("looks", ())),
             split=split,
         )
@@ -242,6 +260,13 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
         raise
     except (TypeError, AttributeError, ValueError, OverflowError) as error:
         raise BadInput(f"{source} is damaged: a field has the wrong type ({error})") from None
+
+
+def _strays(folder: Path, names: Collection[str], seeds: set[int]) -> tuple[tuple[str, ...], set[int], set[str]]:
+    """The run folders of other arms and seeds than these, these seeds, and these arms."""
+    found = [(arm, seed) for arm, seed in begun_runs(folder) if arm not in names or seed not in seeds]
+    dropped = {seed for arm, seed in found if arm in names}
+    return tuple(f"{arm}/seed-{seed}" for arm, seed in found), dropped, {arm for arm, _ in found} - set(names)
 
 
 def _is_tested(arm: dict[str, Any]) -> bool:

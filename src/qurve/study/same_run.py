@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from qurve.config import content_hash, differences, from_dict, hashed_differences, to_dict
@@ -20,8 +21,20 @@ OPEN = {
 }
 """What a run decides where it is made, if its configuration leaves it so (`train.runtime.resolve`)."""
 
+LONGEST = 30
+"""Digits of a seed."""
 NAMED = 3
 """Settings in which a run is another one, before the rest is only counted."""
+
+
+def begun_runs(folder: Path) -> list[tuple[str, int]]:
+    """Arm and seed of every run that was begun in a study's folder, whatever its `study.json` says."""
+    found = []
+    for path in sorted(folder.glob("runs/*/seed-*")):
+        seed = path.name.removeprefix("seed-")
+        if seed.isdecimal() and len(seed) <= LONGEST and RunFolder(path).is_begun():
+            found.append((path.parent.name, int(seed)))
+    return found
 
 
 def seeded(config: RunConfig, seed: int, seed_offset: int = 0) -> RunConfig:

@@ -30,7 +30,8 @@ from typing import Any, Literal
 
 from qurve.config import differences as config_differences
 from qurve.errors import BadInput
-from qurve.study.doubts import search_apart
+from qurve.study.doubts import UNTUNED, doubts, search_apart
+from qurve.study.looks import undeclared
 from qurve.study.paired import (
     MOST_FLIPPED,
     holm,
@@ -121,33 +122,32 @@ def level_of(results: StudyResults) -> float:
 
 
 def undeclared_looks(results: StudyResults) -> list[tuple[int, ...]]:
-    """Earlier sets of seeds that could have ended in a claim, or in a choice among seeds, and were not declared.
-
-    Fewer than three of the present seeds can have ended in no claim, so that they make no false one likelier.
-    """
-    return [
-        seeds
-        for seeds in results.earlier_seeds
-        if not set(seeds) <= set(results.seeds) or not (len(seeds) < LEAST_SEEDS or len(seeds) in results.looks)
-    ]
+    """Earlier sets of seeds that could have ended in a claim, or in a choice among seeds, and were not declared."""
+    return undeclared(results.earlier_seeds, results.seeds, results.looks)
 
 
 def comparisons(results: StudyResults) -> list[Comparison]:
     """Every arm beside the baseline, compared with it, in the study's order.
 
     The study's own arms are one family of tests, those at the baseline's point another; an A/A arm is of neither. An
-    arm without a p counts as one of its family all the same.
+    arm without a p counts as one of its family all the same, and so do arms that other studies compared with the same
+    baseline (`qurve.study.looks`).
     """
-    families = (results.primary, [arm for arm in results.matched if not arm.seed_offset])
-    found = {pair.arm: pair for family in families for pair in _family(results, family)}
+    families = {"own": results.primary, "matched": [arm for arm in results.matched if not arm.seed_offset]}
+    found = {pair.arm: pair for family, arms in families.items() for pair in _family(results, family, arms)}
     return [a_a(results, arm) if arm.seed_offset else found[arm.name] for arm in results.others]
 
 
-def _family(results: StudyResults, arms: Sequence[Arm]) -> list[Comparison]:
-    pairs = [_paired(results, arm, refusal(results, arm)) for arm in arms]
-    adjusted = holm([pair.p for pair in pairs])
+def _family(results: StudyResults, family: str, arms: Sequence[Arm]) -> list[Comparison]:
+    pairs, before = (
+        [_paired(results, arm, refusal(results, arm)) for arm in arms],
+        results.compared_before.get(family, 0),
+    )
+    adjusted = holm([*(pair.p for pair in pairs), *[None] * before])[: len(pairs)]
+    of = f"arms, {before} of them compared with it before" if before else "arms"
     return [
-        _judged(results, arm, pair, p_holm, len(pairs)) for arm, pair, p_holm in zip(arms, pairs, adjusted, strict=True)
+        _judged(results, arm, pair, p_holm, len(pairs) + before, of=of)
+        for arm, pair, p_holm in zip(arms, pairs, adjusted, strict=True)
     ]
 
 
@@ -374,6 +374,8 @@ def overall_verdict(results: StudyResults) -> str:
     sentences = [*verdicts(results, pairs), *scope(results, pairs)]
     if results.search is None and results.primary:
         sentences.append("The arms' learning rates were not tuned by a recorded search.")
+    if beside := len([doubt for doubt in doubts(results) if doubt != UNTUNED]):
+        sentences.append(f"Doubts to be read before it is believed: {beside}.")
     return " ".join(sentences)
 
 
@@ -414,9 +416,9 @@ def scope(results: StudyResults, pairs: Sequence[Comparison]) -> list[str]:
         sentences.append(
             "This holds for this model size, this data and this training length; it says nothing of others."
         )
-        if (arms := len(results.primary)) > 1:
+        if results.family > 1:
             sentences.append(
-                f"The intervals are per arm, not corrected for comparing {arms} arms with one baseline; the "
+                f"The intervals are per arm, not corrected for comparing {results.family} arms with one baseline; the "
                 "verdicts are (Holm, 5 % for all of them together"
                 f"{', and as much for those at the point of the baseline' if results.matched else ''})."
             )

@@ -86,6 +86,9 @@ def check_study(tree: Any) -> None:
         type(s) is not int for of in looked.values() for set_ in _lists(of) for s in set_
     ):
         raise BadInput(f"'looked_in_pool' are sets of seeds by arm, not {looked!r}")
+    beside = tree.get("compared_in_pool", {})
+    if not isinstance(beside, dict) or any(type(arm) is not str for arms in _lists([*beside.values()]) for arm in arms):
+        raise BadInput(f"'compared_in_pool' are lists of arms, not {beside!r}")
     looks = tree.get("looks", [])
     if not isinstance(looks, list) or not all(type(look) is int and look > 0 for look in looks):
         raise BadInput(f"'looks' are numbers of seeds, not {looks!r}")
@@ -104,7 +107,7 @@ def check_study(tree: Any) -> None:
 
 def _lists(value: Any) -> list[list[Any]]:
     if not isinstance(value, list) or not all(isinstance(item, list) for item in value):
-        raise BadInput(f"sets of seeds have the wrong type: {value!r}")
+        raise BadInput(f"lists have the wrong type: {value!r}")
     return value
 
 

@@ -181,7 +181,7 @@ def noise_table(results: StudyResults) -> Table | None:
 
 
 def _power(results: StudyResults) -> list[str]:
-    floor, arms = noise_floor(results), max(1, len(results.primary))
+    floor, arms = noise_floor(results), max(1, results.family)
     if floor is None or floor.differences is None or floor.differences.value == 0:
         return []
     said = []

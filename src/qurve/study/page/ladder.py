@@ -7,19 +7,17 @@ from collections.abc import Callable
 from qurve.study.drawing import Points, scatter_fit
 from qurve.study.effects import Unknown
 from qurve.study.ladder_results import (
-    JUDGED,
     LadderResults,
     RungResults,
     Series,
+    doubts,
     fit,
     gain,
     gain_trend,
-    lines,
     loss,
-    percent,
     series,
 )
-from qurve.study.ladder_tables import costs_table, ladder_commands, rungs_table
+from qurve.study.ladder_tables import JUDGED, costs_table, ladder_commands, lines, percent, rungs_table
 from qurve.study.page.pieces import Numbers, environment, in_table, macro, picture, text
 from qurve.study.scaling import Estimate
 from qurve.study.tables import NONE, with_interval
@@ -48,6 +46,7 @@ def ladder_page(results: LadderResults) -> str:
             css=Markup(text("page.css")),
             scripts=[],
             trends=trends,
+            doubts=doubts(results),
             sections=[{"title": title, "fragment": Markup(html), "folded": False} for title, html in parts],
         )
     )
