@@ -86,6 +86,14 @@ def test_a_claimed_folder_is_refused_with_who_has_it_and_a_dead_processes_lock_i
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_holds_its_holder_and_nothing_of_an_earlier_ones(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text(json.dumps({"host": "a-name-longer-than-any" * 20, "pid": 1}))
+    with claimed(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        with pytest.raises(BadInput, match=f"process {os.getpid()} on"):
+            claimed(tmp_path).__enter__()
+
+
 def test_a_claim_within_one_process_is_refused_as_well(tmp_path: Path) -> None:
     with claimed(tmp_path), pytest.raises(BadInput, match=f"process {os.getpid()} on"):
         claimed(tmp_path).__enter__()

@@ -13,6 +13,7 @@ from typing import Any
 
 from qurve.config import content_hash, from_dict, to_dict, to_json
 from qurve.runfolder import RunFolder
+from qurve.study.study_json import updates_of
 from qurve.train.config import RunConfig
 
 STEPS = 400
@@ -106,15 +107,19 @@ def write_study(
     fates: dict[tuple[str, int], str] | None = None,
     search: bool = True,
     finals: dict[tuple[str, int], float] | None = None,
-    steps: int = STEPS,
+    steps: int | None = None,
     every: int = 20,
 ) -> Path:
-    """A whole study; `fates[arm, seed]` makes a run `missing`, `running`, `failed`, `stopped` or `diverged`, or gives
-    it batches of its own (`other-batches`); `finals[arm, seed]` sets the last validation loss;
-    there is an evaluation `every` so many steps. An arm whose configuration evaluates the test split has its loss there
-    a hundredth above, or at the end as its `test` says, seed by seed.
+    """A whole study, whose runs make as many updates as their arm's configuration says, or all of them `steps`.
+
+    `fates[arm, seed]` makes a run `missing`, `running`, `failed`, `stopped` or `diverged`, or gives it batches of its
+    own (`other-batches`); `finals[arm, seed]` sets the last validation loss; there is an evaluation `every` so many
+    steps. An arm whose configuration evaluates the test split has its loss there a hundredth above, or at the end as
+    its `test` says, seed by seed.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if steps is not None:
+        arms = tuple({**a, "config": {**a["config"], "train": {**a["config"]["train"], "steps": steps}}} for a in arms)
     described = [
         {
             "total": a["non_embedding"] + 278_528,
@@ -139,7 +144,7 @@ def write_study(
         for seed in seeds:
             fate = (fates or {}).get((a["name"], seed), "finished")
             if fate != "missing":
-                _write_run(folder / "runs" / a["name"] / f"seed-{seed}", a, seed, fate, finals or {}, steps, every)
+                _write_run(folder / "runs" / a["name"] / f"seed-{seed}", a, seed, fate, finals or {}, every)
     return folder
 
 
@@ -163,9 +168,9 @@ def _write_run(
     seed: int,
     fate: str,
     finals: dict[tuple[str, int], float],
-    steps: int,
     every: int,
 ) -> None:
+    steps = updates_of(a["config"]) or STEPS
     run = RunFolder(path)
     environment = {
         "python": "3.11.9",
@@ -175,6 +180,7 @@ def _write_run(
         "cores": 2,
         "threads": 1,
         "device": "cpu",
+        "gpu": None,
         "precision": "bf16",
         "compiled": True,
         "compile_note": "",
@@ -190,11 +196,11 @@ def _write_run(
     shift = random.Random(seed).gauss(0, 0.02)  # shared by the arms of a seed, as their batches are
     own = noise.gauss(0, 0.004)
     lines: list[dict[str, Any]] = []
-    last = steps if fate in ("finished", "other-batches") else 140
+    last = steps if fate in ("finished", "other-batches") else min(140, steps)
     for step in range(last + 1):
         ideal = 3.4 + shift + own + 4.2 * math.exp(-step / 60) + 0.6 * (1 - step / steps)
         ideal -= a["gain"] * min(1, 2 * step / steps)
-        if step % every == 0:
+        if step % every == 0 or (step == last == steps):
             loss = finals.get((a["name"], seed), ideal) if step == steps else ideal
             lines.append({"step": step, "split": "val", "loss": loss, "tokens": 65_536})
             if "test" in a["config"]["eval"].get("splits", ()):

@@ -183,11 +183,27 @@ def test_other_data_are_refused(tmp_path):
 def test_runs_that_ended_elsewhere_are_refused(tmp_path):
     here, there = two(tmp_path)
     for file in there.folder.glob("runs/res-gelu/*/metrics.jsonl"):
-        lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < 400]
+        lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= 380]
         file.write_text("\n".join(lines) + "\n")
         RunFolder(file.parent).set_status("finished", step=380)
+    tree = json.loads((there.folder / "study.json").read_text())
+    tree["arms"][1]["config"]["train"]["stop_at"] = 380
+    (there.folder / "study.json").write_text(json.dumps(tree))
     pair = against(here, load(there.folder))[1]
     assert pair.refused == "they were last evaluated at different steps (400 here and 380 there)"
+
+
+@pytest.mark.parametrize("key", ["commit", "torch", "cpu", "gpu", "device", "precision", "threads"])
+def test_runs_that_were_not_made_alike_are_told_beside_the_verdict(key, tmp_path):
+    here, there = two(tmp_path, finals={k: loss + 0.1 for k, loss in FINALS.items()})
+    assert not any("made alike" in pair.in_words for pair in against(here, there))
+    for study, value in ((here, "a"), (there, "b")):
+        for file in study.folder.glob("runs/res-gelu/*/environment.json"):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    same, other = against(load(here.folder), load(there.folder))
+    assert "made alike" not in same.in_words
+    assert other.outcome == "lower"
+    assert other.in_words.endswith(f'; not made alike: {key} "a" here and "b" there')
 
 
 def test_studies_without_an_arm_in_common_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from qurve.study.evaluated import (
 from qurve.study.markdown import markdown
 from qurve.study.page.evaluated import task_figures, tasks_section
 from qurve.study.paired import holm, paired_interval, paired_p
+from qurve.study.provenance import folder_of
 from qurve.study.results import StudyResults, load
 
 BITS = {
@@ -41,13 +43,13 @@ BITS = {
 }
 
 
-def answered(bits: dict[tuple[str, int], str], *names: str, norm: bool = True) -> StudyEvaluation:
+def answered(
+    bits: dict[tuple[str, int], str], *names: str, norm: bool = True, mark: str = f"step-00000400 {'0' * 64}"
+) -> StudyEvaluation:
     def answers(row: str) -> Answers:
         return Answers("sha", 0.25, row, row[::-1] if norm else None)
 
-    runs = [
-        RunEvaluation(arm, seed, "step", {name: answers(row) for name in names}) for (arm, seed), row in bits.items()
-    ]
+    runs = [RunEvaluation(arm, seed, mark, {name: answers(row) for name in names}) for (arm, seed), row in bits.items()]
     return StudyEvaluation("float32", tuple(runs))
 
 
@@ -180,7 +182,9 @@ def test_the_report_has_tables_and_figures_of_the_tasks(results: StudyResults):
 def test_a_damaged_file_is_named(results: StudyResults):
     good = answered(BITS, "quiz")
     store(results, good)
-    assert load_evaluation(results) == good
+    found = load_evaluation(results)
+    assert found is not None
+    assert found.to_json() == good.to_json()
     for change in ({"format": 2}, {"runs": [{}]}, {"runs": 3}):
         (results.folder / FILE).write_text(json.dumps({**good.to_json(), **change}))
         with pytest.raises(BadInput, match=r"evaluation.json is damaged .* remove it"):
@@ -188,6 +192,48 @@ def test_a_damaged_file_is_named(results: StudyResults):
     store(results, answered({**BITS, ("baseline", 1): "1102"}, "quiz"))
     with pytest.raises(BadInput, match="answers are no row of 0 and 1"):
         load_evaluation(results)
+
+
+CHECKPOINTS: dict[str, tuple[str, str, str]] = {
+    "the one evaluated": ("400", "400", ""),
+    "an earlier one was evaluated": ("20", "400", "Left out"),
+    "a later one was evaluated": ("420", "400", "Left out"),
+    "another of the same step": ("400 of another training", "400", "Left out"),
+    "gone": ("400", "", "The checkpoints are gone"),
+    "gone, and an earlier one was evaluated": ("20", "", "Left out"),
+}
+
+
+@pytest.mark.parametrize(("evaluated", "there", "said"), CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_answers_of_another_checkpoint_than_the_last_are_left_out(
+    evaluated: str, there: str, said: str, results: StudyResults
+):
+    for run in results.runs if there else ():
+        checkpoint = RunFolder(folder_of(results, run)).checkpoint(400)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text(there)
+    mark = f"step-{int(evaluated.split()[0]):08d} {hashlib.sha256(evaluated.encode()).hexdigest()}"
+    store(results, answered(BITS, "quiz", mark=mark))
+    found = load_evaluation(results)
+    assert found is not None
+    assert len(found.runs) == (0 if said.startswith("Left out") else 9)
+    table = evaluation_table(results, found)
+    assert len(table.rows) == (0 if said.startswith("Left out") else 3)
+    assert [note.startswith(said) for note in table.notes[3:]] == ([True] if said else [])
+    assert all(
+        note.endswith(": baseline seed 1, baseline seed 2, baseline seed 3 and 6 more.") for note in found.reservations
+    )
+    assert tasks_section(results) is not None
+    assert "reservations" not in found.to_json()
+
+
+def test_answers_of_a_run_that_is_made_again_are_left_out(tmp_path: Path):
+    results = load(write_study(tmp_path / "study", THREE_ARMS, fates={("res-gelu", 2): "running"}))
+    store(results, answered(BITS, "quiz"))
+    found = load_evaluation(results)
+    assert found is not None
+    assert found.answers("res-gelu", 2, "quiz") is None
+    assert found.reservations[0].endswith("evaluate the study again: res-gelu seed 2.")
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluating
@@ -234,6 +280,13 @@ def test_finished_runs_are_evaluated_once(
     again = evaluate_study(trained, [shorter], data=little.folder, device="cpu")
     assert len(again.runs[0].tasks["quiz"].correct) == 2
     assert len(asked) == 16
+
+
+def test_no_earlier_checkpoint_stands_in_for_the_last(trained: StudyResults, little: Any):
+    folder = RunFolder(folder_of(trained, trained.baseline.runs[1]))
+    folder.latest_checkpoint().rename(folder.checkpoint(1))
+    with pytest.raises(BadInput, match="has no checkpoint of step"):
+        evaluate_study(trained, [], data=little.folder, device="cpu")
 
 
 def test_a_study_without_a_finished_run(tmp_path: Path):

@@ -25,11 +25,10 @@ def curve(axes, colour, width):
 def test_curves_show_the_means_and_the_gain_of_the_pairs(tmp_path):
     results = load(write_study(tmp_path, fates={("res-gelu", 3): "failed"}))
     top, bottom = figures.curves_figure(results).axes
-    arm, base = results.arms[2], results.baseline
-    mean = sum(dict(arm.runs[s].val)[400] for s in (1, 2)) / 2
-    reference = sum(dict(base.runs[s].val)[400] for s in (1, 2)) / 2
-    assert curve(top, PALETTE[2], 1.7)[400] == pytest.approx(mean)
-    assert curve(bottom, PALETTE[2], 1.7)[400] == pytest.approx(100 * (reference - mean) / reference)
+    arm, wider, base = results.arms[2], results.arms[1], results.baseline
+    assert curve(top, PALETTE[2], 1.7)[400] == pytest.approx(sum(dict(arm.runs[s].val)[400] for s in (1, 2)) / 2)
+    mean, reference = (sum(dict(one.runs[s].val)[400] for s in (1, 2, 3)) / 3 for one in (wider, base))
+    assert curve(bottom, PALETTE[1], 1.7)[400] == pytest.approx(100 * (reference - mean) / reference)
     assert min(curve(top, PALETTE[0], 1.7)) == 40  # the first twelfth is left out
     assert "MLP 4.75, training (smoothed)" in top.get_legend_handles_labels()[1]  # the best whole arm
     assert "step" in bottom.get_xlabel()

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fake_study import grid, write_study
+from fake_study import arm, config, grid, write_study
 
 from qurve.study.doubts import UNTUNED
 from qurve.study.headline import headline, reservations
@@ -65,7 +65,7 @@ def test_a_claim_fails_where_a_seed_diverges(tmp_path: Path) -> None:
     results = study(tmp_path, {("res-gelu@0.008-0.05", 2): "diverged"}, (1, 2))
     lead, more = said_of_maps(results, grids(results))
     assert "1 holds here, 1 fails, none ends on a plateau" in lead
-    assert "Fail here: Res-Gelu stable at 4 ×, decay 0.05." in more
+    assert "Fail here: Res-Gelu stable at 4 ×, decay 0.05 (1 of 2 seeds diverged, after step 140)." in more
     assert "Points where a seed diverged: Baseline 0 of 4; Res-Gelu 1 of 4." in more
     assert more[-1].endswith("2 seeds a point.")
 
@@ -95,3 +95,16 @@ def test_rates_that_are_mapped_need_no_search(tmp_path: Path) -> None:
     results = study(tmp_path)
     assert UNTUNED not in reservations(results)
     assert UNTUNED in reservations(dataclasses.replace(results, arms=results.arms[:3]))
+
+
+def test_an_arm_beside_the_maps_of_others_is_untuned(tmp_path: Path) -> None:
+    """Whoever's they are, and whether or not it is beside two rates of its own at one decay."""
+    maps = grid(("baseline", "linear"))
+    for name, more in (("beside", ("new",)), ("two points", ("new@0.002-0.1", "new@0.008-0.1"))):
+        arms = tuple(arm(one, one, config=config(train__lr=1e-3 * place)) for place, one in enumerate(more, 1))
+        results = load(write_study(tmp_path / name, (*maps, *arms), seeds=(1,), search=False, every=100))
+        assert UNTUNED in reservations(results)
+    alone = load(write_study(tmp_path / "alone", maps, seeds=(1,), search=False, every=100))
+    assert UNTUNED not in reservations(alone)
+    twin = load(write_study(tmp_path / "twin", (maps[0], {**maps[0], "name": "twin", "seed_offset": 9}), search=False))
+    assert UNTUNED not in reservations(twin)

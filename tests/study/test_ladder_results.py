@@ -376,7 +376,7 @@ def test_a_rung_that_is_no_comparison_makes_the_slope_unknown_and_is_named() -> 
     results = planted()
     arm = results.rungs[1].arms["new"]
     broken = dataclasses.replace(arm, doubt="new: seed 2 diverged", unfinished=("seed 2 diverged (after step 9)",))
-    rung = dataclasses.replace(results.rungs[1], arms=results.rungs[1].arms | {"new": broken}, epochs=3.0)
+    rung = dataclasses.replace(results.rungs[1], arms=results.rungs[1].arms | {"new": broken}, epochs=1.5)
     results = dataclasses.replace(results, rungs=(results.rungs[0], rung, results.rungs[2]))
     (sizes,) = series(results)
     assert gain_trend(results, sizes, "new") == fit(sizes, "new") == Unknown("new: seed 2 diverged")
@@ -384,7 +384,17 @@ def test_a_rung_that_is_no_comparison_makes_the_slope_unknown_and_is_named() -> 
     said = lines(results)
     assert "New, gain along size (20 tokens per parameter): no slope (new: seed 2 diverged)." in said
     assert "Rung 2x32@20, New: seed 2 diverged (after step 9)." in said
-    assert "Rung 2x32@20 went through the training data 3.0 times." in said
+    assert "Rung 2x32@20 went through the training data 1.5 times." in said
+    assert not any("went through" in line for line in lines(planted()))
+
+
+def test_two_rungs_of_one_size_are_no_series() -> None:
+    """Of other shapes: there is nothing along which a gain could change."""
+    one = planted().rungs[0]
+    wide = dataclasses.replace(one, name="1x64@20", d_model=64)
+    results = dataclasses.replace(planted(), rungs=(one, wide))
+    assert series(results) == []
+    assert not any("along size" in line for line in lines(results))
 
 
 # ------------------------------------------------------------------------------------------------------------ damaged

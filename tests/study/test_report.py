@@ -221,6 +221,15 @@ def test_the_best_arm_is_bold_only_when_its_loss_is_shown_to_be_lower(undrawn, t
     assert all("New" in row for row in bold)
 
 
+def test_a_ladder_is_not_set_against_a_study(tmp_path):
+    (tmp_path / "ladder").mkdir()
+    (tmp_path / "ladder" / "ladder.json").write_text("{}")
+    other = write_study(tmp_path / "study", (BASELINE, NONLINEAR), seeds=(1,), search=False, every=100)
+    with pytest.raises(BadInput, match=r"ladder is not a study folder: it has no study\.json"):
+        write_report(tmp_path / "ladder", other)
+    assert [entry.name for entry in (tmp_path / "ladder").iterdir()] == ["ladder.json"]
+
+
 def test_nothing_is_made_where_there_is_no_study(tmp_path):
     with pytest.raises(BadInput, match="not a study folder"):
         write_report(tmp_path)

@@ -170,7 +170,7 @@ def test_the_first_differing_step_is_named(tmp_path):
 
 
 def test_a_step_that_one_run_did_not_record_is_not_shown(tmp_path):
-    write_study(tmp_path)
+    write_study(tmp_path, fates={("mlp-4.75", 1): "stopped"})
     file = tmp_path / "runs/mlp-4.75/seed-1/metrics.jsonl"
     lines = [line for line in file.read_text().splitlines() if '"step": 9,' not in line]
     file.write_text("\n".join(lines) + "\n")
@@ -179,8 +179,113 @@ def test_a_step_that_one_run_did_not_record_is_not_shown(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_last_loss_that_is_not_finite_is_a_divergence_on_either_split(split: str, tmp_path: Path) -> None:
+    write_study(tmp_path, searched(BASELINE, arm("new", "New")), every=100)
+    run = RunFolder(tmp_path / "runs/new/seed-2")
+    text = "".join(
+        json.dumps(line | ({"loss": math.nan} if line.get("split") == split and line["step"] == 400 else {})) + "\n"
+        for line in run.metrics()
+    )
+    run.metrics_file.write_text(text)
+    results = load(tmp_path)
+    found = results.others[0].runs[2]
+    words = {"val": "validation", "test": "test"}[split]
+    assert (found.status, found.why) == ("diverged", f"its last {words} loss is not finite")
+    assert found.final_loss is None
+    assert comparisons(results)[0].outcome == "none"
+
+
+@pytest.mark.parametrize("of", [("new",), ("baseline",), ("new", "baseline"), ("twin",)])
+def test_other_data_have_no_verdict_whatever_their_batches_say(of: tuple[str, ...], tmp_path: Path) -> None:
+    """Of one seed alone, too, and of both arms."""
+    open_ = config(data__fingerprint=None)
+    twin = arm("twin", "Twin", seed_offset=1000, config=open_)
+    arms = (arm("baseline", "Baseline", config=open_), arm("new", "New", 0.05, config=open_), twin)
+    write_study(tmp_path, arms, search=False, every=100)
+    assert [pair.outcome for pair in comparisons(load(tmp_path))] == ["lower", "noise"]  # nobody tells
+    for file in tmp_path.glob("runs/*/*/config.json"):
+        tree = json.loads(file.read_text())
+        is_other = file.parts[-3] in of and file.parts[-2] == "seed-2"
+        tree["data"]["fingerprint"] = ("e" if is_other else "f") * 64
+        file.write_text(json.dumps(tree))
+    results = load(tmp_path)
+    refused = "no verdict: its runs and the baseline's were made from different data"
+    said = {pair.arm: pair.verdict for pair in comparisons(results)}
+    assert {name for name, verdict in said.items() if verdict == refused} == (
+        {"new", "twin"} if "baseline" in of else set(of)
+    )
+    assert f"The runs were made from different data ({'e' * 16}, {'f' * 16})." in doubts(results)
+    assert not results.batches.identical
+
+
+LOST = {
+    "all": (lambda step: True, 1),
+    "the first": (lambda step: step == 1, 1),
+    "one": (lambda step: step == 9, 9),
+    "the last": (lambda step: step == 400, 400),
+    "all after the sixth": (lambda step: step > 6, 7),
+}
+
+
+@pytest.mark.parametrize("is_emptied", [True, False])
+@pytest.mark.parametrize("which", [("baseline", "new"), ("new",), ("baseline",)])
+@pytest.mark.parametrize(("is_lost", "first"), LOST.values(), ids=LOST)
+def test_a_finished_run_without_the_batch_of_every_step_is_damaged(
+    is_lost: Any, first: int, which: tuple[str, ...], is_emptied: bool, tmp_path: Path
+) -> None:
+    """Whatever is lost could hide other batches, which are there from the seventh step on."""
+    fates = {("new", seed): "other-batches" for seed in (1, 2, 3)}
+    write_study(tmp_path, (BASELINE, arm("new", "New", 0.05)), fates=fates, every=100)
+    for name in which:
+        for seed in (1, 2, 3):
+            file = tmp_path / f"runs/{name}/seed-{seed}/metrics.jsonl"
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            lost = [line for line in lines if "split" not in line and is_lost(line["step"])]
+            kept = [({**line, "batch_sha": ""} if line in lost else line) for line in lines]
+            kept = kept if is_emptied else [line for line in lines if line not in lost]
+            file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    results = load(tmp_path)
+    assert {run.arm for run in results.runs if run.status == "damaged"} == set(which)
+    assert comparisons(results)[0].outcome == "none"
+    assert not results.batches.identical
+    assert any(f"without a record of its batch at step {first:,}; remove its folder" in one for one in doubts(results))
+
+
+@pytest.mark.parametrize("which", [("baseline", "new"), ("new",), ("baseline",)])
+@pytest.mark.parametrize(("end", "ends"), [(140, 400), (139, 140), (400, 140), (400, 399)])
+def test_a_run_that_did_not_make_its_arms_updates_is_no_run_of_it(
+    end: int, ends: int, which: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Neither where all arms ended alike, nor where one did."""
+    write_study(tmp_path, (BASELINE, arm("new", "New", 0.05)), steps=end, search=False)
+    tree = json.loads((tmp_path / "study.json").read_text())
+    for one in tree["arms"]:
+        one["config"]["train"] |= {"steps": end if one["name"] not in which else max(end, ends)}
+        one["config"]["train"] |= {"stop_at": ends} if one["name"] in which and ends < end else {}
+    change(tmp_path, arms=tree["arms"])
+    for name in which if ends > end else ():
+        for file in tmp_path.glob(f"runs/{name}/*/config.json"):
+            run = json.loads(file.read_text())
+            run["train"]["steps"] = ends
+            file.write_text(json.dumps(run))
+    results = load(tmp_path)
+    assert {run.arm for run in results.runs if run.status == "damaged"} == set(which)
+    assert all(f"finished after step {end}, and its arm makes {ends}" in run.why for run in results.runs if run.why)
+    assert comparisons(results)[0].outcome == "none"
+
+
+@pytest.mark.parametrize("line", ["train", "val"])
+def test_a_line_beyond_the_end_is_damage(line: str, tmp_path: Path) -> None:
+    write_study(tmp_path, (BASELINE, arm("new", "New")))
+    run = RunFolder(tmp_path / "runs/new/seed-2")
+    of = {"train": run.train_lines, "val": run.eval_lines}[line]
+    run.append({**of()[-1], "step": 401, "loss": 1.0})
+    assert load(tmp_path).others[0].runs[2].status == "damaged"
+
+
 def test_a_step_that_neither_run_has_a_digest_of_is_not_shown(tmp_path):
-    write_study(tmp_path)
+    write_study(tmp_path, fates={(name, 1): "stopped" for name in ("baseline", "mlp-4.75")})
     for name in ("baseline", "mlp-4.75"):
         file = tmp_path / f"runs/{name}/seed-1/metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -296,7 +401,7 @@ def test_no_search_and_a_second_machine_are_flagged(tmp_path):
     assert any("No learning-rate search" in doubt for doubt in found)
 
 
-@pytest.mark.parametrize("key", ["cpu", "device", "torch", "precision", "compiled", "commit", "threads"])
+@pytest.mark.parametrize("key", ["cpu", "gpu", "device", "torch", "precision", "compiled", "commit", "threads"])
 def test_whatever_differs_between_the_machines_is_flagged(tmp_path, key):
     write_study(tmp_path)
     file = tmp_path / "runs/mlp-4.75/seed-2/environment.json"
@@ -307,10 +412,7 @@ def test_whatever_differs_between_the_machines_is_flagged(tmp_path, key):
 
 
 def test_different_training_lengths_are_flagged(tmp_path):
-    write_study(tmp_path)
-    run = RunFolder(tmp_path / "runs/res-gelu/seed-3")
-    run.append({"step": 420, "split": "val", "loss": 3.0, "tokens": 1})
-    run.set_status("finished", step=420)
+    write_study(tmp_path, (BASELINE, arm("longer", "Longer", config=config(train__steps=420))))
     assert "The finished runs were last evaluated at different steps: 400, 420." in doubts(load(tmp_path))
 
 

@@ -17,9 +17,9 @@ from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study.doubts import doubts
 from qurve.study.results import StudyResults, load
-from qurve.study.same_run import OPEN, check_run, seeded
+from qurve.study.same_run import OPEN, check_run, ended_by_another_bound, seeded
 from qurve.study.statistics import comparisons
-from qurve.train.config import RunConfig
+from qurve.train.config import ABOVE_BOUND, RunConfig
 
 SEEDS = (1, 2, 3)
 CONFIG = seeded(presets.get("small/res-gelu"), 2)
@@ -149,6 +149,44 @@ def test_a_configuration_is_what_was_written_there(tmp_path: Path) -> None:
     del tree["train"]["head_impl"]
     older.config_file.write_text(json.dumps(tree))
     check_run(older, to_dict(CONFIG), 2)
+
+
+def test_an_order_seed_of_its_own_is_kept() -> None:
+    """An A/A arm of an arm whose batches are the same for every seed has these, and not those of the study's seed."""
+    fixed = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, order_seed=42))
+    assert [seeded(one, 3, 1000).data.order_seed for one in (fixed, CONFIG)] == [42, 3]
+    assert [seeded(one, 3).data.order_seed for one in (fixed, CONFIG)] == [42, None]
+
+
+NOT_FINITE = "step 4: the loss is not finite"
+BOUNDS: dict[str, tuple[str, tuple[float, int] | None, tuple[float, ...], bool]] = {
+    "as often as is allowed": ("", (5.0, 2), (6, 6, 4), True),
+    "at the end": ("", (5.0, 2), (4, 6, 6), True),
+    "once less": ("", (5.0, 3), (6, 6, 4), False),
+    "as often, but not in a row": ("", (5.0, 2), (6, 4, 6), False),
+    "at the bound": ("", (5.0, 1), (5, 5, 5), False),
+    "no bound": ("", None, (6, 6, 6), False),
+    "diverged by its own bound": (f"step 4: {ABOVE_BOUND} 99 for 9 steps in a row", (5.0, 2), (6, 4, 6), True),
+    "diverged of itself": (NOT_FINITE, (5.0, 2), (6, 6, 6), False),
+    "diverged of itself, and no bound": (NOT_FINITE, None, (6, 6, 6), False),
+}
+
+
+@pytest.mark.parametrize(("why", "bound", "losses", "ended"), BOUNDS.values(), ids=BOUNDS)
+def test_another_bound_would_have_ended_it_otherwise_or_not(
+    why: str, bound: tuple[float, int] | None, losses: tuple[float, ...], ended: bool, tmp_path: Path
+) -> None:
+    def bounded(bound: tuple[float, int] | None) -> RunConfig:
+        train = {} if bound is None else {"loss_bound": bound[0], "loss_bound_steps": bound[1]}
+        return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **train))
+
+    run = folder(tmp_path, bounded((99.0, 9)))
+    for step, loss in enumerate(losses, 1):
+        numbers = {"lr": 1e-3, "grad_norm": 1.0, "tokens": step, "seconds": 1.0, "batch_sha": "0"}
+        run.append({"step": step, "loss": float(loss), **numbers})
+    run.set_status("diverged" if why else "finished", step=len(losses), why=why)
+    assert ended_by_another_bound(run, bounded(bound)) == ended
+    assert not ended_by_another_bound(run, bounded((99.0, 9)))
 
 
 def test_a_projection_that_is_not_at_hand_is_compared_as_it_stands(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ DAMAGES: dict[str, Callable[[Json], Json]] = {
     **{f"config {value!r}": with_arm(config=value) for value in (5, None, [], {"train": 5})},
     **{f"seeds {value!r}": with_fields(seeds=value) for value in (5, ["1"], [1.5], [True], [[1]], [-1], [], [1, 1])},
     **{f"looks {value!r}": with_fields(looks=value) for value in (5, ["3"], [3.0], [True], [0], {})},
+    "offset to a seed of the study": lambda tree: with_arm(seed_offset=1)(tree | {"seeds": [1, 2]}),
     **{f"offset {value!r}": with_arm(seed_offset=value) for value in ("1", 1.5, [], True)},
     **{f"looked {value!r}": with_fields(looked_in_pool=value) for value in (5, [], {"a": 5}, {"a": [[True]]})},
     **{f"earlier {value!r}": with_fields(earlier_seeds=value) for value in (5, [5], [["1"]], {})},

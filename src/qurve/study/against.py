@@ -9,12 +9,14 @@ study, or after a look that was not declared.
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
 from qurve.config import differences
 from qurve.errors import BadInput
+from qurve.study.continued import PLACE
 from qurve.study.paired import holm, paired_interval, paired_p
 from qurve.study.provenance import provenance
 from qurve.study.results import Arm, Run, StudyResults
@@ -115,10 +117,24 @@ def _judged(pairs: list[Pairing], shared: list[tuple[Arm, Arm]], looks: int) -> 
             outcome, words = verdict_on(diffs, p_holm, looks, len(pairs), "here than there")
             if not any(diffs):
                 words = f"the same loss ({len(diffs)} seed{'' if len(diffs) == 1 else 's'})"
+            words += _made_elsewhere([arm.runs[seed] for seed in pair.seeds], [there.runs[seed] for seed in pair.seeds])
         if pair.refused is None and (alone := sorted(arm.runs.keys() ^ there.runs.keys())):
             words += f"; in one of the two alone: seed{'' if len(alone) == 1 else 's'} {', '.join(map(str, alone))}"
         found.append(dataclasses.replace(pair, p_holm=p_holm, outcome=outcome, in_words=words))
     return found
+
+
+def _made_elsewhere(here: list[Run], there: list[Run]) -> str:
+    """In what the runs' places differ: then the difference is not the arm's alone."""
+    found = []
+    for key in PLACE:
+        values = [
+            sorted({json.dumps(part.environment[key]) for run in runs for part in run.parts if key in part.environment})
+            for runs in (here, there)
+        ]
+        if all(values) and values[0] != values[1]:
+            found.append(f"{key} {' and '.join(values[0])} here and {' and '.join(values[1])} there")
+    return f"; not made alike: {', '.join(found)}" if found else ""
 
 
 def _loss(run: Run) -> float:

@@ -81,9 +81,10 @@ def _seed_batches(results: StudyResults, seed: int) -> SeedBatches:
 
 def _first_difference(a: Run, b: Run) -> int | None:
     last = min(a.step, b.step)
+    of_other_data = bool(a.fingerprint and b.fingerprint) and a.fingerprint != b.fingerprint
     recorded = {step for run in (a, b) for step, _ in run.train} | set(a.batch_digests) | set(b.batch_digests)
     for step in sorted(step for step in recorded if step <= last):
         digest = a.batch_digests.get(step)
-        if digest is None or digest != b.batch_digests.get(step):
+        if digest is None or digest != b.batch_digests.get(step) or of_other_data:
             return step
     return None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qurve.study.results import Arm, Run, StudyResults
+from qurve.study.statistics import refusal
 
 Curve = list[tuple[int, float]]
 
@@ -47,15 +48,18 @@ def relative_gain(curve: Sequence[tuple[int, float]], base: Sequence[tuple[int, 
     return [(s, 100 * (reference[s] - loss) / reference[s]) for s, loss in curve if reference.get(s)]
 
 
-def finished_pairs(results: StudyResults, arm: Arm) -> list[tuple[Run, Run]]:
-    """`(the arm's run, the baseline's)` of each seed that both have finished."""
+def compared_pairs(results: StudyResults, arm: Arm) -> list[tuple[Run, Run]]:
+    """`(the arm's run, the baseline's)` of each seed that both have finished; none where the arm has no verdict."""
+    if refusal(results, arm, other_batches=bool(arm.seed_offset)) is not None:
+        return []
     pairs = [(arm.runs[seed], results.baseline.runs[seed]) for seed in results.seeds]
     return [(run, base) for run, base in pairs if run.finished and base.finished]
 
 
 def gains(results: StudyResults, arm: Arm) -> Band:
-    """The relative gain of `arm` over the baseline: of the mean losses, with the smallest and largest seed's."""
-    pairs = finished_pairs(results, arm)
+    """The relative gain of `arm` over the baseline: of the mean losses, with the smallest and largest seed's. Empty
+    where the two are not compared."""
+    pairs = compared_pairs(results, arm)
     of_seeds = band([relative_gain(run.val, base.val) for run, base in pairs])
     ours, theirs = (band([pair[i].val for pair in pairs]).mean for i in (0, 1))
     return Band(relative_gain(ours, theirs), of_seeds.low, of_seeds.high, len(pairs))

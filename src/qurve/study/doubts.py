@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from qurve.study.axes import Range
+from qurve.study.continued import PLACE, in_words
 from qurve.study.results import Arm, StudyResults
 from qurve.study.searched import Searched
 
@@ -64,14 +65,31 @@ def doubts(results: StudyResults) -> list[str]:
             found.append(
                 f"Runs were stopped at step {stop_at:,} of a schedule of {steps:,}: the rate had not come down."
             )
-    for key in ("cpu", "device", "torch", "precision", "compiled", "commit", "threads"):
-        values = {json.dumps(run.environment[key]) for run in results.runs if key in run.environment}
+    made = [part.environment for run in results.runs for part in run.parts]
+    for key in (*PLACE, "compiled"):
+        values = {json.dumps(environment[key]) for environment in made if key in environment}
         if len(values) > 1:
             found.append(f"The runs differ in {key}: {', '.join(sorted(values))}.")
+    found += _continued(results) + _other_data(results)
     found += search_doubts(results)
     if results.split == "val" and results.search is not None and results.search.chosen:
         found.append(ON_ONE_SPLIT)
     return found
+
+
+def _continued(results: StudyResults) -> list[str]:
+    """The runs that were stopped, and continued elsewhere."""
+    seeds: dict[str, list[str]] = {}
+    for arm in results.arms:
+        for run in arm.runs.values():
+            for words in in_words(run.parts):
+                seeds.setdefault(f"{arm.label}, {words}", []).append(str(run.seed))
+    return [f"{words} (seed{'s' * (len(of) > 1)} {', '.join(of)})." for words, of in seeds.items()]
+
+
+def _other_data(results: StudyResults) -> list[str]:
+    found = sorted({run.fingerprint[:16] for run in results.runs if run.fingerprint})
+    return [f"The runs were made from different data ({', '.join(found)})."] if len(found) > 1 else []
 
 
 def search_doubts(results: StudyResults) -> list[str]:

@@ -17,15 +17,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qurve.errors import BadInput
-from qurve.files import sha256_of, write_atomic
+from qurve.files import MANIFEST, sha256_of, write_atomic
 from qurve.runfolder import RunFolder
 from qurve.study.effects import not_comparable
 from qurve.study.paired import holm, paired_interval, paired_p
 from qurve.study.power import LEAST_SEEDS
-from qurve.study.results import Arm, Run, StudyResults
+from qurve.study.provenance import folder_of
+from qurve.study.results import Arm, StudyResults
+from qurve.study.same_run import NAMED
 from qurve.study.statistics import comparisons, level_of
 from qurve.study.tables import NONE, chance, plain, signed
 from qurve.study.worth import Table
@@ -71,6 +74,8 @@ class RunEvaluation:
 class StudyEvaluation:
     precision: str
     runs: tuple[RunEvaluation, ...]
+    reservations: tuple[str, ...] = ()
+    """What is not shown of the answers, in sentences: said beside them, and not kept in the file."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -82,7 +87,7 @@ class StudyEvaluation:
         return None if run is None else run.tasks.get(task)
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+        return {"format": FORMAT, "precision": self.precision, "runs": [dataclasses.asdict(run) for run in self.runs]}
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluating
@@ -98,11 +103,11 @@ def evaluate_study(
     batch_size: int = 8,
     say: Callable[[str], None] = lambda _: None,
 ) -> StudyEvaluation:
-    """Evaluate the newest checkpoint of every finished run on the tasks, and keep it in the study's folder.
+    """Evaluate the last checkpoint of every finished run on the tasks, and keep it in the study's folder.
 
     Answers that are there already, of the same checkpoint, items and precision, are not asked for again; each run is
     kept when it is done, so that a call that was cut short is continued by the same call. Raises `BadInput` where no
-    run is finished, and as `open_model` and `evaluate_task` do.
+    run is finished or one's last checkpoint is gone, and as `open_model` and `evaluate_task` do.
     """
     from qurve.evaluate import evaluate_task, open_model
 
@@ -112,9 +117,8 @@ def evaluate_study(
     before = load_evaluation(results)
     known = {} if before is None or before.precision != precision else {(r.arm, r.seed): r for r in before.runs}
     for place, run in enumerate(finished, 1):
-        folder = _folder(results, run)
-        checkpoint = RunFolder(folder).latest_checkpoint()
-        mark = f"{checkpoint.name} {sha256_of(checkpoint / 'manifest.json')}"
+        folder = folder_of(results, run)
+        mark = _mark(RunFolder(folder).kept_checkpoint(run.step))
         old = known.get((run.arm, run.seed))
         kept = old.tasks if old is not None and old.checkpoint == mark else {}
         wanted = [task for task in tasks if task.name not in kept or kept[task.name].sha256 != task.sha256]
@@ -134,7 +138,10 @@ def evaluate_study(
 
 
 def load_evaluation(results: StudyResults) -> StudyEvaluation | None:
-    """What `evaluate_study` kept, or None. Raises `BadInput` for a file that is not what it wrote."""
+    """What `evaluate_study` kept, or None. Raises `BadInput` for a file that is not what it wrote.
+
+    Answers of another checkpoint than the one that a finished run ends with now are left out, and it is said so.
+    """
     file = results.folder / FILE
     if not file.is_file():
         return None
@@ -151,11 +158,42 @@ def load_evaluation(results: StudyResults) -> StudyEvaluation | None:
             )
             for run in tree["runs"]
         ]
-        return StudyEvaluation(str(tree["precision"]), tuple(runs))
+        return _of_now(results, StudyEvaluation(str(tree["precision"]), tuple(runs)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadInput(
             f"{file} is damaged ({type(error).__name__}: {error}); remove it and evaluate the study again"
         ) from None
+
+
+def _of_now(results: StudyResults, evaluation: StudyEvaluation) -> StudyEvaluation:
+    """The answers of the runs as they are now, and in words which were left out or cannot be told."""
+    now = {(run.arm, run.seed): run for run in results.runs if run.finished}
+    kept, other, gone = list[RunEvaluation](), list[str](), list[str]()
+    for one in evaluation.runs:
+        run, said = now.get((one.arm, one.seed)), f"{one.arm} seed {one.seed}"
+        checkpoint = None if run is None else RunFolder(folder_of(results, run)).checkpoint(run.step)
+        if checkpoint is None or one.checkpoint.partition(" ")[0] != checkpoint.name:
+            other.append(said)
+        elif not (checkpoint / MANIFEST).is_file():
+            gone.append(said)
+            kept.append(one)
+        elif one.checkpoint != _mark(checkpoint):
+            other.append(said)
+        else:
+            kept.append(one)
+    reservations = [
+        f"{words}: {', '.join(runs[:NAMED])}{f' and {len(runs) - NAMED} more' if len(runs) > NAMED else ''}."
+        for runs, words in (
+            (other, "Left out are answers of another checkpoint than a run ends with now; evaluate the study again"),
+            (gone, "The checkpoints are gone, so that only the step says that these runs are those evaluated"),
+        )
+        if runs
+    ]
+    return StudyEvaluation(evaluation.precision, tuple(kept), tuple(reservations))
+
+
+def _mark(checkpoint: Path) -> str:
+    return f"{checkpoint.name} {sha256_of(checkpoint / MANIFEST)}"
 
 
 def _checked(answers: Answers) -> Answers:
@@ -167,10 +205,6 @@ def _checked(answers: Answers) -> Answers:
 
 def _bits(correct: Sequence[bool]) -> str:
     return "".join("01"[one] for one in correct)
-
-
-def _folder(results: StudyResults, run: Run) -> os.PathLike[str]:
-    return results.folder / "runs" / run.arm / f"seed-{run.seed}"
 
 
 # ----------------------------------------------------------------------------------------------------------- comparing
@@ -325,6 +359,7 @@ def evaluation_table(results: StudyResults, evaluation: StudyEvaluation) -> Tabl
         f"p: paired t test over the seeds after Holm for all arms and tasks of a family; * at most {level:.2g}.",
         f"Precision {evaluation.precision}.{f' A blind guess: {guess}.' if guess else ''}",
         *(f"No test for {', '.join(dict.fromkeys(arms))}: {why}." for why, arms in reasons.items()),
+        *evaluation.reservations,
     ]
     head = ["task: arm", "n", "accuracy", "per byte", "difference", "over the items", "per byte, difference", "p Holm"]
     return Table("Accuracy on likelihood tasks", head, rows, notes)

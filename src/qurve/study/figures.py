@@ -137,7 +137,8 @@ def _gains(results: StudyResults, axes: Axes, first: int) -> None:
         look, seeds = _look(results, arm), gains(results, arm)
         _shade(results, axes, seeds, first, look["color"])
         points = _shown(results, seeds.mean, first)
-        line(axes, points, label=with_parameters(arm), linewidth=1.7, markersize=3.5, **_marked(results, arm, points))
+        label = with_parameters(arm) + ("" if points or fate(arm) else " (no verdict)")
+        line(axes, points, label=label, linewidth=1.7, markersize=3.5, **_marked(results, arm, points))
     axes.set_xlabel("step (optimiser updates)")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qurve.study.doubts import UNTUNED, doubts
-from qurve.study.holds import grids, has_maps, said_of_maps
+from qurve.study.holds import grids, said_of_maps
 from qurve.study.results import Arm, StudyResults
+from qurve.study.stability import architecture
 from qurve.study.statistics import Comparison, comparisons, is_alarm
 from qurve.study.tables import signed
 
@@ -45,9 +46,10 @@ def headline(results: StudyResults) -> Headline | None:
 
 
 def reservations(results: StudyResults) -> list[str]:
-    """What a sceptical reader should know first: the doubts, without that of untuned rates where rates are mapped or
-    nothing but A/A arms is compared."""
-    is_tunable = bool(results.primary) and not has_maps(results)
+    """What a sceptical reader should know first: the doubts, without that of untuned rates where the rates of every arm
+    are mapped or nothing but A/A arms is compared."""
+    mapped = grids(results)
+    is_tunable = any(architecture(arm.name) not in mapped for arm in results.primary)
     return [doubt for doubt in doubts(results) if doubt != UNTUNED or is_tunable]
 
 

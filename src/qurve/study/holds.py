@@ -19,6 +19,7 @@ from qurve.study.stability import (
     Ending,
     Judgement,
     Map,
+    Verdict,
     architecture,
     ending_of,
     endings_of,
@@ -39,6 +40,8 @@ FOUND: Mapping[str, tuple[str, ...]] = {
     UNTESTED: ("not tested: shorter", "not run"),
 }
 """What a headline says of claims, and the verdicts that are said so."""
+
+DIVERGED: tuple[Verdict, ...] = ("seen here", "does not hold here (diverged)")
 
 RULE = (
     f"Stable: every seed finished, at most {WORSE:g} nats per token above the best loss, or slower at a rate below the "
@@ -115,7 +118,8 @@ def _claim(results: StudyResults, one: Judgement) -> str:
     says = "stable" if claim.says == "stable" else "diverging"
     disputed = " (the sources do not agree)" if claim.standing == "disputed" else ""
     place = f"{claim.multiple:.3g} ×, decay {rate(claim.weight_decay)}"
-    return f"{label_of(results, claim.arm)} {says} at {place}{disputed}"
+    share = f" ({one.why})" if one.seeds > 1 and one.verdict in DIVERGED else ""  # one seed of ten is not all of them
+    return f"{label_of(results, claim.arm)} {says} at {place}{disputed}{share}"
 
 
 def _span(map_: Map) -> str:

@@ -58,7 +58,7 @@ def provenance(results: StudyResults) -> Provenance:
         if fingerprint:
             data[str(fingerprint)] = None
     digests = "\n".join(f"{seed.seed}:{seed.digest}" for seed in results.batches.seeds if seed.digest)
-    environments = [run.environment for run in results.runs if run.environment]
+    environments = [part.environment for run in results.runs if run.environment for part in run.parts]
     return Provenance(
         data=tuple(data),
         order=_sha256(digests) if digests else "",
@@ -77,7 +77,7 @@ def folder_of(results: StudyResults, run: Run) -> Path:
 
 def commands(results: StudyResults) -> list[str]:
     """What makes the study again, in a clone of the code."""
-    commits = {run.environment.get("commit") for run in results.runs if run.environment}
+    commits = {part.environment.get("commit") for run in results.runs if run.environment for part in run.parts}
     return made_by(commits, kept(results.folder), results.command, "study")
 
 

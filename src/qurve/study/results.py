@@ -4,8 +4,8 @@
     runs/<arm>/seed-<n>/         one run folder each, see `qurve.runfolder`
 
 Nothing here trains or writes. Losses are in nats per token. A run counts as finished only when its status says so and
-its last loss is finite, and when its folder holds the run that `study.json` means; whatever else has happened to it is
-carried in words and never enters a mean.
+its last loss is finite, when it has made all its arm's updates and has the batch of each, and when its folder holds the
+run that `study.json` means; whatever else has happened to it is carried in words and never enters a mean.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
 from qurve.study.batches import BatchProof, identical_batches
+from qurve.study.continued import Part, check_settings, parts_of
 from qurve.study.dynamics import Measures, measures_of
 from qurve.study.same_run import begun_runs, check_run
 from qurve.study.searched import Searched, read_evidence
-from qurve.study.study_json import check_plain, one_line, read_study
+from qurve.study.study_json import check_plain, one_line, read_study, updates_of
+
+AGAIN = "remove its folder to have it made again"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class Run:
     """The largest attention logit of any block at any evaluation; None where none was measured."""
     dynamics: tuple[tuple[int, Measures], ...] = ()
     """(step, measure -> its value in each block), ascending, of the steps at which they were recorded."""
+    fingerprint: str = ""
+    """Of the data that it was trained and evaluated on; empty where the run does not say."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """One, but for a run that was stopped and continued."""
+        return parts_of(self.environment)
 
     @property
     def finished(self) -> bool:
@@ -310,12 +320,12 @@ def _run(folder: Path, item: dict[str, Any], seed: int, split: str) -> Run:
                 check_run(run, item["config"], seed, item.get("seed_offset", 0))
             except BadInput as error:
                 raise BadInput(f"{place}: {error}") from None
-        return _found(run, name, seed, split)
+        return _found(run, name, seed, split, item["config"])
     except (QurveError, OSError, TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
         return Run(name, seed, "damaged", one_line(error), (), (), {}, None, 0, {})  # the other runs are as they are
 
 
-def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
+def _found(run: RunFolder, arm: str, seed: int, split: str, config: dict[str, Any]) -> Run:
     if not run.status_file.exists():
         return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
     state, environment = run.status(), run.environment()
@@ -324,10 +334,13 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
             raise BadInput("its config.json is missing")
         return Run(arm, seed, "missing", "", (), (), {}, None, 0, {})
     check_plain(environment)
+    check_settings(parts_of(environment), config)
     lines = list(run.metrics())
     train = {int(line["step"]): line for line in lines if "split" not in line}  # of a resumed step the last line counts
     val, test = ({int(line["step"]): line for line in lines if line.get("split") == s} for s in ("val", "test"))
     status, why = one_line(state.get("status")), one_line(state.get("why", ""))
+    if status == "finished":
+        _check_steps(train, int(state["step"]), updates_of(config))
     for measured, what in ((val, "validation"), (test, "test"))[: 1 if split == "val" else 2]:
         if status == "finished":
             _check_end(measured, what, int(state["step"]))
@@ -355,16 +368,31 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
             (logit for line in lines for logit in line.get("max_logit") or () if logit is not None), default=None
         ),
         dynamics=measures_of(train),
+        fingerprint=str(run.config_json()[0].get("data", {}).get("fingerprint") or ""),
     )
+
+
+def _check_steps(train: dict[int, dict[str, Any]], step: int, updates: int | None) -> None:
+    """Raise `ValueError` unless a finished run has made all its arm's updates and has the batch of each: what was not
+    recorded is not shown to be the same as another arm's."""
+    if updates is not None and step != updates:
+        raise ValueError(f"finished after step {step:,}, and its arm makes {updates:,}; {AGAIN}")
+    if (last := max(train, default=0)) > step:
+        raise ValueError(f"finished after step {step:,}, and has a training line of step {last:,}; {AGAIN}")
+    for place in range(1, step + 1):
+        if not train.get(place, {}).get("batch_sha"):
+            raise ValueError(f"finished after step {step:,} without a record of its batch at step {place:,}; {AGAIN}")
 
 
 def _check_end(measured: dict[int, Any], what: str, step: int) -> None:
     """Raise `ValueError` unless the last evaluation is the one after the last update: a line that was lost would leave
     an earlier, higher loss in the place of the final one."""
     if not measured:
-        raise ValueError(f"finished without a {what} loss")
+        raise ValueError(f"finished without a {what} loss; {AGAIN}")
     if max(measured) != step:
-        raise ValueError(f"finished after step {step:,}, and its last {what} loss is of step {max(measured):,}")
+        raise ValueError(
+            f"finished after step {step:,}, and its last {what} loss is of step {max(measured):,}; {AGAIN}"
+        )
 
 
 def _losses(lines: dict[int, dict[str, Any]]) -> tuple[tuple[int, float], ...]:

@@ -251,6 +251,8 @@ def refusal(results: StudyResults, arm: Arm, *, other_batches: bool = False) -> 
 
     It decides for everything that is said of the arm beside the baseline: difference, interval, p and worth.
     """
+    if len({run.fingerprint for run in (*arm.runs.values(), *results.baseline.runs.values()) if run.fingerprint}) > 1:
+        return "no verdict: its runs and the baseline's were made from different data"
     apart = results.batches.difference_of(arm.name, results.baseline.name)
     if apart is not None and not other_batches:
         return f"no verdict: {apart}"

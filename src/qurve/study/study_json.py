@@ -100,6 +100,10 @@ def check_study(tree: Any) -> None:
             raise BadInput(f"the configuration of {arm['name']} has the wrong type")
         if type(offset := arm.get("seed_offset", 0)) is not int or offset < 0:
             raise BadInput(f"the seed_offset of {arm['name']} is a whole number from 0, not {offset!r}")
+        if offset and (both := {seed + offset for seed in tree["seeds"]} & set(tree["seeds"])):
+            raise BadInput(
+                f"with its seed_offset {arm['name']} has weights of seed {min(both)}, which is the baseline's"
+            )
     names = [arm["name"] for arm in tree["arms"]]
     if len(set(names)) < len(names):
         raise BadInput(f"two arms have the same name (arms: {', '.join(names)})")
@@ -109,6 +113,13 @@ def _lists(value: Any) -> list[list[Any]]:
     if not isinstance(value, list) or not all(isinstance(item, list) for item in value):
         raise BadInput(f"lists have the wrong type: {value!r}")
     return value
+
+
+def updates_of(config: dict[str, Any]) -> int | None:
+    """How many updates a run of this configuration's tree makes; None where it does not say."""
+    train = config.get("train", {})
+    planned = [train[key] for key in ("steps", "stop_at") if type(train.get(key)) is int]
+    return min(planned) if planned else None
 
 
 def one_line(text: Any) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from qurve.errors import BadInput, QurveError
 from qurve.runfolder import RunFolder
-from qurve.study.study_json import one_line, read_study
+from qurve.study.study_json import one_line, read_study, updates_of
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -92,18 +92,18 @@ class Watched:
             return self._found(path, name, planned)
         except (QurveError, OSError) as error:  # of this run; the others are shown as they are
             reason = one_line(str(error).replace(f"{path}{os.sep}", ""))  # the row says already which run it is
-            return State(name, "damaged", reason, 0, _updates(planned or {}))
+            return State(name, "damaged", reason, 0, updates_of(planned or {}))
 
     def _found(self, path: Path, name: str, planned: dict[str, Any] | None) -> State:
         run = RunFolder(path)
         if not run.is_begun():
-            return State(name, "waiting", "", 0, _updates(planned or {}))
+            return State(name, "waiting", "", 0, updates_of(planned or {}))
         state, metrics = run.status(), self._metrics.setdefault(path, Metrics(run.metrics_file))
         metrics.read()
         config, last = run.config_json()[0], metrics.train
         if not isinstance(config.get("train", {}), dict):
             raise BadInput(f"{run.config_file} is damaged: 'train' has the wrong type")
-        updates = _updates(config)
+        updates = updates_of(config)
         step, seconds, tokens = last.get("step", 0), last.get("seconds", 0.0), last.get("tokens", 0)
         found = State(name, one_line(state.get("status")), one_line(state.get("why", "")), step, updates)
         age = None if metrics.changed is None else max(0.0, time.time() - metrics.changed)
@@ -168,12 +168,6 @@ NUMBERS = ("step", "loss", "tokens", "seconds")
 
 def _is_number(value: Any) -> bool:
     return (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
-
-
-def _updates(config: dict[str, Any]) -> int | None:
-    train = config.get("train", {})
-    planned = [train[key] for key in ("steps", "stop_at") if type(train.get(key)) is int]
-    return min(planned) if planned else None
 
 
 def counts(states: list[State]) -> dict[str, int]:

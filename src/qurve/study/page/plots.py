@@ -18,7 +18,7 @@ from qurve.study.curves import (
     Band,
     Curve,
     band,
-    finished_pairs,
+    compared_pairs,
     first_step,
     from_step,
     gains,
@@ -306,7 +306,7 @@ def _crosses(results: StudyResults, arm: Arm) -> list[dict[str, Any]]:
 
 def _gain(results: StudyResults, arm: Arm, axis: str, most: int) -> list[dict[str, Any]]:
     seeds = gains(results, arm)
-    each = [(run, relative_gain(run.val, base.val)) for run, base in finished_pairs(results, arm)]
+    each = [(run, relative_gain(run.val, base.val)) for run, base in compared_pairs(results, arm)]
     return [
         *_shade(results, arm, seeds, axis),
         *_each(results, arm, each, most, axis, "seeds"),

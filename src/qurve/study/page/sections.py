@@ -15,9 +15,9 @@ from qurve.runfolder import MEASURED
 from qurve.study import tables
 from qurve.study.against import Pairing
 from qurve.study.apart import apart_tables, searched_arms
-from qurve.study.curves import band, gains
+from qurve.study.curves import band, compared_pairs, gains
 from qurve.study.doubts import searched_alike
-from qurve.study.figures import colour_index, figures_of
+from qurve.study.figures import colour_index, drawn, figures_of
 from qurve.study.page.dynamics import dynamics_section
 from qurve.study.page.evaluated import tasks_section
 from qurve.study.page.pieces import Numbers, Section, aside, in_table, macro, numbers_of, picture
@@ -25,7 +25,7 @@ from qurve.study.page.stability import claims_section, maps_section, smoothness_
 from qurve.study.provenance import commands, folder_of, provenance, single_run
 from qurve.study.results import Arm, StudyResults
 from qurve.study.settings import changed_settings, in_words
-from qurve.study.statistics import comparisons, summary_rows
+from qurve.study.statistics import MOST_NAMED, comparisons, summary_rows
 from qurve.study.worth import costs_table, gains_table, noise_table, savings_table
 
 UNSAID = ("format", *MEASURED)
@@ -52,10 +52,18 @@ def _curves(results: StudyResults) -> str | None:
         "curves",
         "Validation loss of every arm against steps; below, the relative gain over the baseline",
         f"Top: validation loss; line: mean over the finished seeds, shaded: from the smallest to the largest of them, "
-        f"cross: where a run diverged{dashed}. Bottom: relative log-loss gain over the baseline. The steep beginning "
-        f"is cut off so that the rest can be seen; the table of runs has the loss at the start.{aside(results)}",
+        f"cross: where a run diverged{dashed}. Bottom: relative log-loss gain over the baseline.{_refused(results)} "
+        "The steep beginning is cut off so that the rest can be seen; the table of runs has the loss at the start."
+        f"{aside(results)}",
         numbers_of("Mean validation loss over the finished seeds", curves, lambda loss: tables.plain(loss, 4)),
     )
+
+
+def _refused(results: StudyResults) -> str:
+    """What the gains' figures say of arms that are not drawn in them."""
+    labels = [arm.label for arm in drawn(results) if arm is not results.baseline and not compared_pairs(results, arm)]
+    said = ", ".join(labels) if len(labels) <= MOST_NAMED else f"{len(labels)} arms"
+    return f" No gain is drawn where there is no verdict: {said}." if labels else ""
 
 
 def _gains(results: StudyResults) -> str | None:
@@ -66,7 +74,7 @@ def _gains(results: StudyResults) -> str | None:
         "Relative log-loss gain of every arm over the baseline against steps, from the first evaluation on",
         "Every arm from the first evaluation on, the warm-up among it; line: gain of the mean losses, shaded: from the "
         "smallest to the largest seed's. A gain that is large early says nothing of the end. M: millions of "
-        f"non-embedding parameters.{aside(results)}",
+        f"non-embedding parameters.{_refused(results)}{aside(results)}",
         numbers_of("Relative log-loss gain over the baseline, in per cent", curves, lambda g: tables.signed(g, 2)),
     )
 
