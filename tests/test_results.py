@@ -12,10 +12,10 @@ import pytest
 from fake_study import BASELINE, NONLINEAR, STEPS, WIDER, arm, config, searched, write_study
 
 from qurve import plugins
+from qurve.study.claims import evidence as stability_evidence
 from qurve.study.evidence import compact_evidence
 from qurve.study.ladder_results import LadderResults, measured, to_json
 from qurve.study.results import load
-from qurve.study.stability import evidence as stability_evidence
 from qurve.study.study_json import read_study
 
 ROOT = Path(__file__).parents[1]
@@ -134,7 +134,7 @@ def test_stability_says_what_is_seen_of_the_claims_and_what_is_an_inference(tmp_
     claim = (
         "said to diverge: diverges before step 20,000 of 60,000 at this decay | arXiv 2603.13381, section 2.2 | 0.002"
     )
-    assert f"{claim} | **not tested: shorter** |" in said
+    assert f"{claim} | **not tested at its length: stable so far** |" in said
     assert "inferred" not in said
     assert inferred.count("inferred to diverge: no statement of ") == 3
     assert "**not run**" in text

@@ -142,10 +142,12 @@ SECTIONS = (
         "Stability",
         "stability.json",
         "What rates and decays does each architecture tolerate, and what is seen of the published claims at this "
-        "scale? A point diverges, or ends on a plateau well above its architecture's best, or is stable.",
+        "scale? A point diverges, ends no lower than it started, ends on a plateau well above its architecture's best, "
+        "or is stable.",
         stability,
-        "What happens late in a long training: the baseline's divergence at decay 0.05 was seen before step "
-        "20,000, and these runs are far shorter. One seed a point: a map of where to look, no test.",
+        "What happens late in a long training, of which the claims speak: these runs are far shorter, so that they "
+        "test neither that something is stable there nor that it diverges. One seed a point, and a bound of 0.1 nats "
+        "on its loss: a map of where to look, no test.",
     ),
     Section(
         "Which parts matter",

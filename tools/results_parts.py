@@ -251,8 +251,9 @@ def stability(file: Path) -> Iterator[str]:
         [
             "arm",
             "decay",
-            "largest stable rate",
-            "largest without divergence",
+            "stable up to",
+            "stable beyond a gap",
+            "without divergence up to",
             "sensitivity to the rate",
             "largest attention logit",
             "spikes",
@@ -261,13 +262,9 @@ def stability(file: Path) -> Iterator[str]:
             [
                 found["arm"],
                 f"{line['weight_decay']:g}",
-                *(
-                    NONE if line[key] is None else f"{line[key]:g}{' (the largest tried)' if line[tried] else ''}"
-                    for key, tried in (
-                        ("largest_stable_lr", "largest_tried"),
-                        ("largest_finished_lr", "largest_finished_tried"),
-                    )
-                ),
+                up_to(line["stable_up_to_lr"], line["stable_to_largest_tried"]),
+                ", ".join(f"{lr:g}" for lr in line["stable_beyond_lr"]) or NONE,
+                up_to(line["trained_up_to_lr"], line["trained_to_largest_tried"]),
                 figure(line["sensitivity"], ".3f"),
                 figure(max((c["max_logit"] for c in cells if c["max_logit"] is not None), default=None), ".1f"),
                 str(sum(cell["spikes"] for cell in cells if cell["spikes"] is not None)),
@@ -276,6 +273,10 @@ def stability(file: Path) -> Iterator[str]:
             for line in found["by_decay"]
             for cells in [[c for c in found["cells"] if c["weight_decay"] == line["weight_decay"]]]
         ],
+    )
+    yield wrapped(
+        "Up to: every rate tried up to this one is stable, or at least finished lower than it started. Beyond a gap: "
+        "stable although a lower rate is not" + (", by one seed a point." if len(evidence["seeds"]) == 1 else ".")
     )
     inferences = [claim for claim in evidence["claims"] if claim["standing"] == "our inference"]
     yield "What was published, and what is seen here:"
@@ -286,6 +287,10 @@ def stability(file: Path) -> Iterator[str]:
     )
     yield claims_in_table(inferences)
     yield wrapped(evidence["note"])
+
+
+def up_to(rate: float | None, is_largest: bool) -> str:
+    return NONE if rate is None else f"{rate:g}{' (the largest tried)' if is_largest else ''}"
 
 
 def claims_in_table(claims: list[Evidence]) -> str:

@@ -55,7 +55,7 @@ MACHINE = ("platform", "cpu", "cores", "gpu", "torch", "precision", "threads", "
 def compact_evidence(results: StudyResults) -> dict[str, Any]:
     """The same without the curves, for studies of many arms: where it comes from, rows, and of every arm what it
     changes and each seed's last losses (null where the run did not finish; `unfinished` says why)."""
-    from qurve.study.stability import scale_of  # which takes numpy along
+    from qurve.study.claims import scale_of  # which takes numpy along
 
     return {
         "format": FORMAT,
