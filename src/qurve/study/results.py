@@ -58,6 +58,8 @@ class Run:
     """The largest attention logit of any block at any evaluation; None where none was measured."""
     dynamics: tuple[tuple[int, Measures], ...] = ()
     """(step, measure -> its value in each block), ascending, of the steps at which they were recorded."""
+    fingerprint: str = ""
+    """Of the data that it was trained and evaluated on; empty where the run does not say."""
 
     @property
     def finished(self) -> bool:
@@ -330,6 +332,7 @@ def _found(run: RunFolder, arm: str, seed: int, split: str) -> Run:
             (logit for line in lines for logit in line.get("max_logit") or () if logit is not None), default=None
         ),
         dynamics=measures_of(train),
+        fingerprint=str(run.config_json()[0].get("data", {}).get("fingerprint") or ""),
     )
 
 
