@@ -167,10 +167,8 @@ class Searched:
             wanted = losses.ranked(arm, wanted, shorter)[:more]
             if trained[steps] != set(wanted):
                 right = len(trained[steps] & set(wanted))
-                return (
-                    f"{len(trained[steps])} points were trained for {steps:,} steps, {right} of them among the "
-                    f"{len(wanted)} that were best at {shorter:,}"
-                )
+                best = f"of the {len(wanted)} points that were best at {shorter:,} steps"
+                return f"{best} {right} went on to {steps:,}, and {len(trained[steps]) - right} others"
         return None
 
     def _factor(self, lengths: Sequence[int]) -> int:
