@@ -150,6 +150,26 @@ def test_ablations_are_held_against_the_layer_too(tmp_path: Path) -> None:
     assert "| mlp-4.75 | 10 | train.lr " in text
 
 
+def test_arms_that_chose_at_an_open_edge_are_named_in_what_a_section_does_not_say(tmp_path: Path) -> None:
+    lowest, highest = (
+        arm(name, name.title(), config=config(train__lr=lr, train__min_lr=lr / 10))
+        for name, lr in (("low", 1e-3), ("high", 1.6e-2))
+    )
+    said = {}
+    for name, arms in {"none": (WIDER,), "one": (WIDER, lowest), "two": (lowest, highest)}.items():
+        folder = write_study(tmp_path / name, (BASELINE, *arms))
+        tree = compact_evidence(load(folder)) | {"search": read_study(folder / "study.json")["search"]}
+        text = section(write(tmp_path, "fair-search", tree), "Best against best")
+        said[name] = " ".join(text.partition("**What it does not say.**")[2].split())
+    assert "edge" not in said["none"]
+    assert (
+        "1 arm chose a point at an open edge of the grid, which was extended no further: Low (peak 0.001)."
+        in said["one"]
+    )
+    assert "2 arms chose points at an open edge" in said["two"]
+    assert "Low (peak 0.001), High (peak 0.016). Whether a better point lies beyond" in said["two"]
+
+
 def test_context_names_its_yardstick(tmp_path: Path) -> None:
     tree = compact_evidence(load(write_study(tmp_path / "study", (BASELINE, WIDER), search=False)))
     gain = {key: value for key, value in tree["rows"][1].items() if key != "arm"}

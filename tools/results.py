@@ -18,6 +18,7 @@ from pathlib import Path
 from results_parts import (
     Evidence,
     ablations,
+    at_open_edges,
     context,
     fair_search,
     figure2,
@@ -78,7 +79,8 @@ def _section(section: Section, results: Path) -> Iterator[str]:
         return
     yield f"*`results/{section.file}`: {_what_was_run(read(file))}.*\n"
     yield from (text + "\n" for text in section.parts(file))
-    yield wrapped(f"**What it does not say.** {section.unsaid}") + "\n"
+    unsaid = " ".join([section.unsaid, *at_open_edges(read(file))])
+    yield wrapped(f"**What it does not say.** {unsaid}") + "\n"
 
 
 def _what_was_run(evidence: Evidence) -> str:
@@ -105,8 +107,9 @@ SECTIONS = (
         "How far do two trainings of the same model part? A baseline and an A/A arm, which is the same on the same "
         "batches from other weights: whatever differs is noise, and an effect has to be seen above it.",
         noise_floor,
-        "The noise of another size, length or rate. Arms that share weights besides the batches may pair better than "
-        "the A/A arm, and architectures far from the baseline worse. A study of several arms needs more seeds.",
+        "The noise of another size, length or rate, or of a rate that decays. Arms that share weights besides the "
+        "batches may pair better than the A/A arm, and architectures far from the baseline worse. A study of several "
+        "arms needs more seeds.",
     ),
     Section(
         "Best against best",
@@ -165,7 +168,8 @@ SECTIONS = (
         "Does the gain hold with rotary positions, with an output gate, in a modern block, and is it as large as "
         "what rotary positions bring?",
         context,
-        "No search was made for other surroundings, so each is judged at the rate that suits the first.",
+        "No search was made for other surroundings, so each is judged at the rate that suits the first; and no rate "
+        "decays.",
     ),
     Section(
         "Along size and length",

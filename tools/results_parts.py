@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qurve.study.apart import apart_tables
+from qurve.study.apart import IN_WORDS, apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
 from qurve.study.ladder_results import lines, load_ladder, percent
 from qurve.study.searched import read_evidence
@@ -171,6 +171,25 @@ def searched(evidence: Evidence) -> Iterator[str]:
             for arm, chosen in search.chosen.items()
         ],
     )
+
+
+def at_open_edges(evidence: Evidence) -> Iterator[str]:
+    """Which arms chose a point at an open edge of what they were offered, if any did."""
+    search = evidence.get("search")
+    found = read_evidence(search) if search else None
+    labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]} if found else {}
+    edges = {label: found.edges(arm) for arm, label in labels.items() if found and arm in found.chosen}
+    said = [
+        f"{label} ({', '.join(f'{IN_WORDS.get(axis, axis)} {value:g}' for axis, value, *_ in at)})"
+        for label, at in edges.items()
+        if at
+    ]
+    if said:
+        are = "arm chose a point" if len(said) == 1 else "arms chose points"
+        yield (
+            f"{len(said)} {are} at an open edge of the grid, which was extended no further: {', '.join(said)}. Whether "
+            "a better point lies beyond it, and what would have come of that, is not known."
+        )
 
 
 def table1(file: Path) -> Iterator[str]:
