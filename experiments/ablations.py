@@ -3,8 +3,8 @@
 Width, activation, each placement of the norms or none (within `f`, or as a stage around the whole projection), their
 kinds and eps, anchor, scale (1 is the form of the paper's abstract), and the layer in keys, in values and in all three.
 Arms with more parameters than the baseline have a control: the baseline with so much wider a feed-forward. Every arm
-has the same grid of rates, as what suffers at one rate may only want another; the floor is at the peak, where all of
-them were best in `experiments/fair_search.py`.
+has the same grid of rates, as what suffers at one rate may only want another; the floor is at the peak, so that
+no rate decays, where all of them were best in `experiments/fair_search.py`.
 
 29 arms, half as long as the other small studies: 87 runs of about 20 s to search, 87 at the chosen points, and up to 84
 more at the baseline's point. Chosen on validation, reported on test. `PAPER` is the same at the paper's scale.

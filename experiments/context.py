@@ -2,7 +2,8 @@
 
 The modern block is Llama's: RMSNorm, gated feed-forward, grouped queries, rotary positions. The yardstick is one that
 the paper cites: rotary in place of learned positions were worth 1.78 % of the log-loss. Linear queries train at the
-baseline's rate and nonlinear ones at the layer's, wherever they stand: no search was made for other surroundings.
+baseline's rate and nonlinear ones at the layer's, wherever they stand: no search was made for other surroundings. At
+the small scale no rate decays (`min_lr` = `lr`).
 
 12 arms with three seeds: 36 runs of about 50 s. `PAPER` is the same at the paper's scale.
 

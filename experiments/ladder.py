@@ -3,6 +3,10 @@
 Primer gains by a bias to the neighbourhood, which larger models learn by themselves: if a ladder is any good, it shows
 Primer's gain shrink. QK-norm is the control for whatever tolerates a higher rate. Both train at the baseline's rate.
 
+No rate decays in `LADDER` and `LARGER` (`min_lr` = `lr`), as the searches at 0.8 M chose: the rungs along the length
+are nearly one training looked at at several steps, where a schedule that decays would make each of them another one.
+`PAPER` decays.
+
 `LADDER` has what one evening's worth of text and an hour of two cores allow: 25,000 to 221,000 non-embedding parameters
 at 20 tokens for each, and 60 and 240 for the smallest, five arms, three seeds: 75 runs, 52 minutes at 50,000 (32 wide)
 to 22,000 (96 wide) tokens/s a core. `LARGER` goes from 0.1 to 2.7 M with one seed, so that its slopes end in no

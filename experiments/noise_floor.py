@@ -1,7 +1,8 @@
 """How far do two trainings of the same model part? The noise that every difference has to be seen above.
 
 The small baseline with eight seeds, and an A/A arm: the same configuration on the same batches, from other weights. It
-says how losses vary over seeds, what an arm that changes nothing looks like, and how many seeds see which effect.
+says how losses vary over seeds, what an arm that changes nothing looks like, and how many seeds see which effect. At
+the small scale the rate does not decay (`min_lr` = `lr`); a schedule that does may leave another noise.
 
 16 runs of about 45 s; those of the baseline are the fair search's own where that chooses the same point. `PAPER` is the
 same at the paper's scale; it was not run.

@@ -19,10 +19,10 @@ from typing import Any
 from qurve import presets
 from qurve.files import write_atomic
 from qurve.projections import Bottleneck, Identity
+from qurve.study.claims import PAPER_RATE, evidence
 from qurve.study.definition import Arm, Study
 from qurve.study.evidence import machine, origin
 from qurve.study.results import load
-from qurve.study.stability import PAPER_RATE, evidence
 from qurve.train.config import RunConfig
 
 MULTIPLES = (1.0, 2.7, 4.0, 5.0, 20 / 3, 16.0)

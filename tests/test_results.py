@@ -12,10 +12,10 @@ import pytest
 from fake_study import BASELINE, NONLINEAR, STEPS, WIDER, arm, config, searched, write_study
 
 from qurve import plugins
+from qurve.study.claims import evidence as stability_evidence
 from qurve.study.evidence import compact_evidence
 from qurve.study.ladder_results import LadderResults, measured, to_json
 from qurve.study.results import load
-from qurve.study.stability import evidence as stability_evidence
 from qurve.study.study_json import read_study
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ def test_stability_says_what_is_seen_of_the_claims_and_what_is_an_inference(tmp_
     claim = (
         "said to diverge: diverges before step 20,000 of 60,000 at this decay | arXiv 2603.13381, section 2.2 | 0.002"
     )
-    assert f"{claim} | **not tested: shorter** |" in said
+    assert f"{claim} | **not tested at its length: stable so far** |" in said
     assert "inferred" not in said
     assert inferred.count("inferred to diverge: no statement of ") == 3
     assert "**not run**" in text
@@ -166,6 +166,26 @@ def test_ablations_are_held_against_the_layer_too(tmp_path: Path) -> None:
     assert text.partition("Against the paper's layer:")[2].count("| Baseline |") == 1
     assert text.count("| MLP 4.75 |") == 1
     assert "| mlp-4.75 | 10 | train.lr " in text
+
+
+def test_arms_that_chose_at_an_open_edge_are_named_in_what_a_section_does_not_say(tmp_path: Path) -> None:
+    lowest, highest = (
+        arm(name, name.title(), config=config(train__lr=lr, train__min_lr=lr / 10))
+        for name, lr in (("low", 1e-3), ("high", 1.6e-2))
+    )
+    said = {}
+    for name, arms in {"none": (WIDER,), "one": (WIDER, lowest), "two": (lowest, highest)}.items():
+        folder = write_study(tmp_path / name, (BASELINE, *arms))
+        tree = compact_evidence(load(folder)) | {"search": read_study(folder / "study.json")["search"]}
+        text = section(write(tmp_path, "fair-search", tree), "Best against best")
+        said[name] = " ".join(text.partition("**What it does not say.**")[2].split())
+    assert "edge" not in said["none"]
+    assert (
+        "1 arm chose a point at an open edge of the grid, which was extended no further: Low (peak 0.001)."
+        in said["one"]
+    )
+    assert "2 arms chose points at an open edge" in said["two"]
+    assert "Low (peak 0.001), High (peak 0.016). Whether a better point lies beyond" in said["two"]
 
 
 def test_context_names_its_yardstick(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from results_parts import (
     Evidence,
     ablations,
+    at_open_edges,
     beside,
     context,
     fair_search,
@@ -80,7 +81,8 @@ def _section(section: Section, results: Path) -> Iterator[str]:
     yield f"*`results/{section.file}`: {_what_was_run(read(file))}.*\n"
     yield from (text + "\n" for text in section.parts(file))
     yield from (text + "\n" for text in beside(read(file)))
-    yield wrapped(f"**What it does not say.** {section.unsaid}") + "\n"
+    unsaid = " ".join([section.unsaid, *at_open_edges(read(file))])
+    yield wrapped(f"**What it does not say.** {unsaid}") + "\n"
 
 
 def _what_was_run(evidence: Evidence) -> str:
@@ -107,8 +109,9 @@ SECTIONS = (
         "How far do two trainings of the same model part? A baseline and an A/A arm, which is the same on the same "
         "batches from other weights: whatever differs is noise, and an effect has to be seen above it.",
         noise_floor,
-        "The noise of another size, length or rate. Arms that share weights besides the batches may pair better than "
-        "the A/A arm, and architectures far from the baseline worse. A study of several arms needs more seeds.",
+        "The noise of another size, length or rate, or of a rate that decays. Arms that share weights besides the "
+        "batches may pair better than the A/A arm, and architectures far from the baseline worse. A study of several "
+        "arms needs more seeds.",
     ),
     Section(
         "Best against best",
@@ -155,10 +158,12 @@ SECTIONS = (
         "Stability",
         "stability.json",
         "What rates and decays does each architecture tolerate, and what is seen of the published claims at this "
-        "scale? A point diverges, or ends on a plateau well above its architecture's best, or is stable.",
+        "scale? A point diverges, ends no lower than it started, ends on a plateau well above its architecture's best, "
+        "or is stable.",
         stability,
-        "What happens late in a long training: the baseline's divergence at decay 0.05 was seen before step "
-        "20,000, and these runs are far shorter. One seed a point: a map of where to look, no test.",
+        "What happens late in a long training, of which the claims speak: these runs are far shorter, so that they "
+        "test neither that something is stable there nor that it diverges. One seed a point, and a bound of 0.1 nats "
+        "on its loss: a map of where to look, no test.",
     ),
     Section(
         "Which parts matter",
@@ -176,7 +181,8 @@ SECTIONS = (
         "Does the gain hold with rotary positions, with an output gate, in a modern block, and is it as large as "
         "what rotary positions bring?",
         context,
-        "No search was made for other surroundings, so each is judged at the rate that suits the first.",
+        "No search was made for other surroundings, so each is judged at the rate that suits the first; and no rate "
+        "decays.",
     ),
     Section(
         "Along size and length",

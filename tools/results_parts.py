@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qurve.study.apart import apart_tables
+from qurve.study.apart import IN_WORDS, apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
 from qurve.study.ladder_results import load_ladder
 from qurve.study.ladder_tables import lines, percent
@@ -183,6 +183,25 @@ def searched(evidence: Evidence) -> Iterator[str]:
     )
 
 
+def at_open_edges(evidence: Evidence) -> Iterator[str]:
+    """Which arms chose a point at an open edge of what they were offered, if any did."""
+    search = evidence.get("search")
+    found = read_evidence(search) if search else None
+    labels = {arm["arm"]: arm["label"] for arm in evidence["arms"]} if found else {}
+    edges = {label: found.edges(arm) for arm, label in labels.items() if found and arm in found.chosen}
+    said = [
+        f"{label} ({', '.join(f'{IN_WORDS.get(axis, axis)} {value:g}' for axis, value, *_ in at)})"
+        for label, at in edges.items()
+        if at
+    ]
+    if said:
+        are = "arm chose a point" if len(said) == 1 else "arms chose points"
+        yield (
+            f"{len(said)} {are} at an open edge of the grid, which was extended no further: {', '.join(said)}. Whether "
+            "a better point lies beyond it, and what would have come of that, is not known."
+        )
+
+
 def table1(file: Path) -> Iterator[str]:
     evidence = read(file)
 
@@ -261,8 +280,9 @@ def stability(file: Path) -> Iterator[str]:
         [
             "arm",
             "decay",
-            "largest stable rate",
-            "largest without divergence",
+            "stable up to",
+            "stable beyond a gap",
+            "without divergence up to",
             "sensitivity to the rate",
             "largest attention logit",
             "spikes",
@@ -271,13 +291,9 @@ def stability(file: Path) -> Iterator[str]:
             [
                 found["arm"],
                 f"{line['weight_decay']:g}",
-                *(
-                    NONE if line[key] is None else f"{line[key]:g}{' (the largest tried)' if line[tried] else ''}"
-                    for key, tried in (
-                        ("largest_stable_lr", "largest_tried"),
-                        ("largest_finished_lr", "largest_finished_tried"),
-                    )
-                ),
+                up_to(line["stable_up_to_lr"], line["stable_to_largest_tried"]),
+                ", ".join(f"{lr:g}" for lr in line["stable_beyond_lr"]) or NONE,
+                up_to(line["trained_up_to_lr"], line["trained_to_largest_tried"]),
                 figure(line["sensitivity"], ".3f"),
                 figure(max((c["max_logit"] for c in cells if c["max_logit"] is not None), default=None), ".1f"),
                 str(sum(cell["spikes"] for cell in cells if cell["spikes"] is not None)),
@@ -286,6 +302,10 @@ def stability(file: Path) -> Iterator[str]:
             for line in found["by_decay"]
             for cells in [[c for c in found["cells"] if c["weight_decay"] == line["weight_decay"]]]
         ],
+    )
+    yield wrapped(
+        "Up to: every rate tried up to this one is stable, or at least finished lower than it started. Beyond a gap: "
+        "stable although a lower rate is not" + (", by one seed a point." if len(evidence["seeds"]) == 1 else ".")
     )
     inferences = [claim for claim in evidence["claims"] if claim["standing"] == "our inference"]
     yield "What was published, and what is seen here:"
@@ -296,6 +316,10 @@ def stability(file: Path) -> Iterator[str]:
     )
     yield claims_in_table(inferences)
     yield wrapped(evidence["note"])
+
+
+def up_to(rate: float | None, is_largest: bool) -> str:
+    return NONE if rate is None else f"{rate:g}{' (the largest tried)' if is_largest else ''}"
 
 
 def claims_in_table(claims: list[Evidence]) -> str:

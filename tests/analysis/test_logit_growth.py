@@ -219,7 +219,7 @@ def test_one_rate_has_no_growth() -> None:
 
 def test_the_trainings_of_a_stability_study() -> None:
     def ending(arm: str, lr: float, logit: float | None, status: str = "finished") -> Ending:
-        return Ending(arm, lr, 0.1, 1, status, 10, 5.0, 4.0, 0, logit, 10)
+        return Ending(arm, lr, 0.1, 1, status, 10, 5.0, 4.0, 0, logit)
 
     endings = [
         *(ending("baseline", lr, 3 * lr**2) for lr in (1e-3, 2e-3, 4e-3)),

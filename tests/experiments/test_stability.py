@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from fake_study import arm, config, write_study
 
+from qurve.study.claims import CLAIMS, NEAR, PAPER_RATE
 from qurve.study.definition import load_study
-from qurve.study.stability import CLAIMS, NEAR, PAPER_RATE, architecture
+from qurve.study.stability import architecture
 
 FILE = Path(__file__).parents[2] / "experiments" / "stability.py"
 

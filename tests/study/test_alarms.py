@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_study import BASELINE, NONLINEAR, arm, write_study
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, write_study
 
-from qurve.study.headline import alarms, headline
+from qurve.study.doubts import UNTUNED
+from qurve.study.headline import Headline, alarms, headline, reservations
 from qurve.study.markdown import markdown
 from qurve.study.page import pieces
 from qurve.study.page.build import page
@@ -112,3 +113,15 @@ def test_an_a_a_arm_alone_has_its_verdict_on_the_page(undrawn: None, tmp_path: P
     top = page(results).partition("<nav")[0]
     assert pair.verdict.partition(" (")[0].lower() in top.lower()
     assert pair.verdict.partition(" (")[0] in markdown(results)
+
+
+def test_of_several_arms_without_a_verdict_none_stands_on_top(tmp_path: Path) -> None:
+    """However low the lowest of them is: two seeds decide nothing."""
+    results = load(write_study(tmp_path, THREE_ARMS, seeds=(1, 2), search=False))
+    assert headline(results) == Headline("No verdict on any arm; each says why.", None, None, "")
+
+
+def test_nothing_but_a_a_arms_needs_no_search(tmp_path: Path) -> None:
+    alone = load(write_study(tmp_path / "alone", (BASELINE, TWIN), search=False))
+    assert UNTUNED not in reservations(alone)
+    assert UNTUNED in reservations(load(write_study(tmp_path / "beside", (BASELINE, NONLINEAR, TWIN), search=False)))

@@ -6,13 +6,15 @@ import dataclasses
 import html
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from fake_study import arm, config, grid, write_study
 
+from qurve.study.claims import CLAIMS, Verdict
 from qurve.study.doubts import UNTUNED
 from qurve.study.headline import headline, reservations
-from qurve.study.holds import grids, said_of_maps
+from qurve.study.holds import FOUND, grids, has_maps, rates_table, said_of_maps
 from qurve.study.markdown import markdown
 from qurve.study.page import pieces
 from qurve.study.page.build import page
@@ -39,35 +41,92 @@ def study(folder: Path, fates: dict[tuple[str, int], str] | None = None, seeds: 
 
 
 def test_claims_rates_and_divergences_are_told(tmp_path: Path) -> None:
-    """Five published claims are of these two architectures. Read off: the baseline at its own rate is stable at 0.1,
-    and not as long as is spoken of at 0.05; the arm at four times the rate is 0.2 above its best, and two points of it
-    were never tried."""
+    """Five published claims are of these two architectures, and each of a training far longer than 400 steps. Read off:
+    the baseline at its own rate is stable, as one claim says and another does not; the arm at four times the rate is
+    0.2 above its best, and two points of it were never tried."""
     results = study(tmp_path)
     lead, more = said_of_maps(results, grids(results))
     assert lead == (
-        "Of 5 published claims of stability 1 holds here, none fails, 1 ends on a plateau, which is neither, and 3 "
-        "are not tested."
+        "Of 5 published claims of stability none holds here, none fails, none is neither (a plateau, or nothing "
+        "learned), and 5 are not tested at the length claimed."
     )
     assert more == [
-        "Hold here: Baseline stable at 1 ×, decay 0.1. Rates are multiples of the baseline's.",
-        "End on a plateau: Res-Gelu stable at 4 ×, decay 0.05.",
-        "Not tested: Baseline diverging at 1 ×, decay 0.05; Res-Gelu stable at 6.67 ×, decay 0.1; Res-Gelu stable at "
-        "5 ×, decay 0.03125 (the sources do not agree).",
+        "Not tested, stable so far: Baseline stable at 1 ×, decay 0.1; Baseline diverging at 1 ×, decay 0.05. Rates "
+        "are multiples of the baseline's.",
+        "Not tested, a plateau or worse so far: Res-Gelu stable at 4 ×, decay 0.05.",
+        "Not run: Res-Gelu stable at 6.67 ×, decay 0.1; Res-Gelu stable at 5 ×, decay 0.03125 (the sources do not "
+        "agree).",
         "Largest rate up to which every one tried is stable, over the decays: Baseline 2e-3 to 8e-3; Res-Gelu 2e-3 to "
         "8e-3.",
         "Nothing diverged, up to the largest rate tried, 8e-3.",
-        "At 800,000 non-embedding parameters, 400 steps of 2,048 tokens; one seed a point, so each is seen once and "
-        "not tested.",
+        "At 800,000 non-embedding parameters, 400 steps of 2,048 tokens; one seed a point, so that each is "
+        "seen once, and the bound of 0.1 nats decides on one number.",
     ]
 
 
 def test_a_claim_fails_where_a_seed_diverges(tmp_path: Path) -> None:
     results = study(tmp_path, {("res-gelu@0.008-0.05", 2): "diverged"}, (1, 2))
     lead, more = said_of_maps(results, grids(results))
-    assert "1 holds here, 1 fails, none ends on a plateau" in lead
-    assert "Fail here: Res-Gelu stable at 4 ×, decay 0.05 (1 of 2 seeds diverged, after step 140)." in more
-    assert "Points where a seed diverged: Baseline 0 of 4; Res-Gelu 1 of 4." in more
+    assert "none holds here, 1 fails, none is neither" in lead
+    assert more[0] == (
+        "Fail here: Res-Gelu stable at 4 ×, decay 0.05 (1 of 2 seeds diverged, after step 140). Rates are multiples of "
+        "the baseline's."
+    )
+    assert (
+        "Points where a seed diverged, or finished no lower than it started: Baseline 0 of 4; Res-Gelu 1 of 4." in more
+    )
     assert more[-1].endswith("2 seeds a point.")
+
+
+def test_runs_as_long_as_a_claim_speaks_of_decide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = tuple(dataclasses.replace(claim, until_step=400) for claim in CLAIMS)
+    monkeypatch.setattr("qurve.study.claims.CLAIMS", claims)
+    results = study(tmp_path)
+    lead, more = said_of_maps(results, grids(results))
+    assert lead.startswith("Of 5 published claims of stability 1 holds here, 1 fails, 1 is neither (a plateau, or")
+    assert lead.endswith("and 2 are not tested at the length claimed.")
+    assert [sentence.partition(":")[0] for sentence in more[:4]] == ["Hold here", "Fail here", "Neither", "Not run"]
+
+
+def test_every_verdict_has_a_place_in_the_headline() -> None:
+    assert sorted(verdict for verdicts in FOUND.values() for verdict in verdicts) == sorted(get_args(Verdict))
+
+
+def test_a_point_that_learned_nothing_is_counted_with_those_that_diverged(tmp_path: Path) -> None:
+    finals = {("baseline@0.008-0.1", 1): 30.0}
+    results = load(write_study(tmp_path, ARMS, finals=finals, seeds=(1,), search=False))
+    _, more = said_of_maps(results, grids(results))
+    assert (
+        "Points where a seed diverged, or finished no lower than it started: Baseline 1 of 4; Res-Gelu 0 of 4." in more
+    )
+
+
+def test_where_not_even_the_lowest_rate_is_stable_none_is(tmp_path: Path) -> None:
+    results = study(tmp_path, {("baseline@0.002-0.1", 1): "diverged"})
+    maps = grids(results)
+    assert any(
+        "over the decays: Baseline none to 2e-3; Res-Gelu" in sentence for sentence in said_of_maps(results, maps)[1]
+    )
+    rows = {(row[0], row[1]): row[2:4] for row in rates_table(results, maps).rows}
+    assert rows["Baseline", "0.1"] == ["none; beyond a gap 8e-3", "none"]
+    assert rows["Baseline", "0.05"] == ["2e-3", "8e-3 (the largest tried)"]
+
+
+@pytest.mark.parametrize("kept", [("0.002-0.1", "0.008-0.1"), ("0.002-0.1", "0.002-0.05"), ("0.002-0.1", "0.008-0.05")])
+def test_a_map_has_two_rates_and_two_decays_and_every_point(kept: tuple[str, ...], tmp_path: Path) -> None:
+    """What has not, beside an architecture that has, is no map either."""
+    points = {f"baseline@{point}" for point in kept}
+    whole, part = ARMS[4:], tuple(arm for arm in ARMS[:4] if arm["name"] in points)
+    alone = load(write_study(tmp_path / "alone", part, seeds=(1,), search=False))
+    assert (has_maps(alone), grids(alone)) == (False, {})
+    assert list(grids(load(write_study(tmp_path / "both", (*part, *whole), seeds=(1,), search=False)))) == ["res-gelu"]
+
+
+def test_names_that_mean_something_else_make_no_map(tmp_path: Path) -> None:
+    other = arm("res-gelu@wide", "Wide", config=config(model__d_ff=600))
+    results = load(write_study(tmp_path, (*ARMS, other), seeds=(1,), search=False))
+    assert has_maps(results)
+    assert grids(results) == {}
 
 
 def test_maps_of_architectures_without_a_claim_say_so(tmp_path: Path) -> None:

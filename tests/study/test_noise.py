@@ -79,11 +79,14 @@ def test_a_studys_noise_is_of_its_finished_and_paired_runs(tmp_path: Path):
 
 def test_an_a_a_arm_is_noise_and_an_arm_at_the_baselines_point_is_another_question(tmp_path: Path):
     """Known by hand: the deviations of (1, -1, 1) and (3, -3, 0) hundredths, pooled; of (90, -90, 0) nothing."""
-    twin, matched = arm("a-a", "A/A", seed_offset=1000), arm("new@baseline", "New, there", matched="new")
+    twin, matched = (
+        arm("a-a", "A/A", seed_offset=1000),
+        arm("new@baseline", "New, there", matched="new", config=TWO[1]["config"]),
+    )
     apart = {"new": (0.01, -0.01, 0.01), "a-a": (0.03, -0.03, 0.0), "new@baseline": (0.9, -0.9, 0.0)}
     finals = {("baseline", seed): 3.0 + seed / 10 for seed in (1, 2, 3)}
     finals |= {(n, seed): finals["baseline", seed] + of[seed - 1] for n, of in apart.items() for seed in (1, 2, 3)}
-    folder = write_study(tmp_path / "study", (*TWO, twin, matched), finals=finals, search=False)
+    folder = write_study(tmp_path / "study", (*TWO, twin, matched), finals=finals)
     file = tmp_path / "evidence.json"
     file.write_text(evidence_json(load(folder)))
     for known in (known_from(folder), known_from(file)):

@@ -13,7 +13,7 @@ from played import CONFIGS, RATES, Loss, best_at, played
 
 from qurve.study.axes import Range, is_near_end
 from qurve.study.search import Search, Trial
-from qurve.study.searched import evidence, read_evidence
+from qurve.study.searched import Searched, evidence, read_evidence
 
 
 def searched(search: Search, loss: Loss) -> Any:
@@ -65,6 +65,66 @@ def test_what_arms_are_offered_is_the_same_where_their_own_results_lead_them_apa
         found, scores=tuple(s for s in found.scores if s.trial.arm != "wide" or s.trial.steps == 90)
     )
     assert less.offered("baseline") != less.offered("wide")
+
+
+def halved(loss: Loss, factor: int = 3) -> Searched:
+    """Nine points at 10 steps, three at 30 and one at 90; or as many as another factor makes of them."""
+    rates = tuple(1e-3 * 2**place for place in range(9))
+    return searched(Search({"train.lr": rates}, "halving", rungs=3, factor=factor), loss)
+
+
+def test_a_halving_is_what_its_shortest_trials_call_for_at_every_length() -> None:
+    found = halved(best_at(baseline=1e-3, wide=1.6e-2))
+    assert [len(found.tried(arm)) for arm in CONFIGS] == [13, 13]
+    assert [found.halved_apart(arm) for arm in CONFIGS] == [None, None]
+    wide = {
+        steps: [s for s in found.scores if s.trial.arm == "wide" and s.trial.steps == steps] for steps in (10, 30, 90)
+    }
+    chosen, runner_up = wide[90][0], wide[30][1]
+    one_more = dataclasses.replace(runner_up, trial=dataclasses.replace(runner_up.trial, steps=90))
+    for scores, said in (
+        (
+            [s for s in found.scores if s is not chosen],
+            "of the 1 points that were best at 30 steps 0 went on to 90, and 0",
+        ),
+        ([*found.scores, one_more], "of the 1 points that were best at 30 steps 1 went on to 90, and 1 others"),
+        ([s for s in found.scores if s is not runner_up], "of the 3 points that were best at 10 steps 2 went on to 30"),
+        ([s for s in found.scores if s not in wide[30]], "of the 3 points that were best at 10 steps 1 went on to 90"),
+    ):
+        changed = dataclasses.replace(found, scores=tuple(scores))
+        assert changed.halved_apart("baseline") is None
+        apart = changed.halved_apart("wide")
+        assert apart is not None
+        assert apart.startswith(said)
+
+
+def test_points_that_broke_go_no_further_in_a_halving() -> None:
+    loss = best_at(baseline=1e-3, wide=1e-3)
+    found = halved(lambda trial: None if trial.arm == "wide" and dict(trial.point)["train.lr"] > 3e-3 else loss(trial))
+    assert [len(found.tried(arm)) for arm in CONFIGS] == [13, 12]
+    assert [found.halved_apart(arm) for arm in CONFIGS] == [None, None]
+
+
+def test_the_factor_of_a_halving_is_read_and_else_told_from_its_lengths() -> None:
+    loss = best_at(baseline=1e-3, wide=1e-3)
+    for factor in (2, 3):
+        found = halved(loss, factor)
+        assert found.factor == factor
+        assert dataclasses.replace(found, factor=None).halved_apart("wide") is None
+    assert "of the 3 points" in str(dataclasses.replace(halved(loss, 2), factor=3).halved_apart("wide"))
+    assert searched(Search(RATES), loss).factor is None
+
+
+def test_a_trial_that_failed_is_no_try() -> None:
+    found = searched(Search(RATES, seeds=(101, 102)), lambda trial: 3.0)
+    scores = [dataclasses.replace(s, status="failed", val_loss=None) for s in found.scores[:1]]
+    failed = dataclasses.replace(found, scores=(*scores, *found.scores[1:]))
+    assert (failed.failed("baseline"), failed.failed("wide")) == (1, 0)
+    assert (len(failed.tried("baseline")), len(failed.tried("wide"))) == (5, 6)
+    assert failed.offered("baseline") != failed.offered("wide")
+    diverged = dataclasses.replace(found, scores=(dataclasses.replace(scores[0], status="diverged"), *found.scores[1:]))
+    assert diverged.failed("baseline") == 0
+    assert diverged.offered("baseline") == diverged.offered("wide")
 
 
 def test_nothing_is_chosen_before_the_search_is_over() -> None:

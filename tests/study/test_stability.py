@@ -1,10 +1,9 @@
-"""Maps, sensitivities and judgements: on cases whose answers are known beforehand."""
+"""Maps and sensitivities: on cases whose answers are known beforehand."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import random
 import statistics
 from pathlib import Path
@@ -19,18 +18,12 @@ from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study.results import load
 from qurve.study.stability import (
-    CLAIMS,
-    NEAR,
-    PAPER_RATE,
     SPIKE,
     SPIKE_WINDOW,
     WORSE,
-    Claim,
     Ending,
     Map,
     endings_of,
-    evidence,
-    judge,
     maps_of,
     spikes,
 )
@@ -41,7 +34,7 @@ START = 7.0
 def ending(lr: float, decay: float, loss: float | None, **more: Any) -> Ending:
     """A finished run; one without a loss diverged."""
     status = "finished" if loss is not None else "diverged"
-    found = Ending("res-gelu", lr, decay, 1, status, 400 if loss is not None else 140, START, loss, 0, 3.0, 400)
+    found = Ending("res-gelu", lr, decay, 1, status, 400 if loss is not None else 140, START, loss, 0, 3.0)
     return dataclasses.replace(found, **more)
 
 
@@ -81,14 +74,39 @@ def test_what_is_stable() -> None:
     )
     assert [found.state(lr, 0.1) for lr in found.rates] == ["stable", "stable", "stable", "plateau", "diverged"]
     assert [found.state(lr, 0.0) for lr in (1e-3, 2e-3, 4e-3)] == [None, "stable", None]
-    assert (found.largest_finished(0.1), found.largest_finished(0.0), found.largest_finished(0.05)) == (
-        8e-3,
-        2e-3,
-        None,
+    assert [found.trained_up_to(decay) for decay in (0.1, 0.0, 0.05)] == [8e-3, 2e-3, None]
+    assert [found.stable_up_to(decay) for decay in (0.1, 0.0, 0.05)] == [4e-3, 2e-3, None]
+    assert found.stable_beyond(0.1) == []
+    assert found.stable_beyond(0.0) == [8e-3]  # the one below it is not known to be
+
+
+def test_what_is_stable_beyond_a_rate_that_is_not_is_told_apart() -> None:
+    """Else one page says that a rate holds, and that the largest stable one is lower."""
+    losses = {0.0: 5.0 + 2 * WORSE, 1e-3: 5.0, 2e-3: 5.0 + 2 * WORSE, 4e-3: 5.0 + 0.9 * WORSE, 8e-3: 5.0}
+    found = map_of(*(ending(lr, 0.1, loss) for lr, loss in losses.items()))
+    assert (found.stable_up_to(0.1), found.stable_beyond(0.1)) == (1e-3, [4e-3, 8e-3])
+    found = map_of(*(ending(lr, 0.1, loss) for lr, loss in {**losses, 0.0: None}.items()))
+    assert (found.stable_up_to(0.1), found.stable_beyond(0.1)) == (None, [1e-3, 4e-3, 8e-3])
+    still = map_of(ending(0.0, 0.1, 5.0), ending(1e-3, 0.1, 5.0 + 2 * WORSE))
+    assert (still.stable_up_to(0.1), still.stable_beyond(0.1)) == (0.0, [])
+
+
+def test_what_ends_no_lower_than_it_started_has_learned_nothing() -> None:
+    """However near it lies to the best of its map, and with whichever seed."""
+    found = map_of(
+        ending(1e-3, 0.1, START),
+        ending(2e-3, 0.1, START - 0.01),
+        ending(4e-3, 0.1, START - 0.05),
+        ending(4e-3, 0.1, START + 0.03, seed=2),
+        ending(8e-3, 0.1, START + 3.0, start_loss=None),
+        ending(1.6e-2, 0.1, START + 3.0),
+        ending(1.6e-2, 0.1, None, seed=2),
     )
-    assert found.largest_stable(0.1) == 4e-3
-    assert found.largest_stable(0.0) == 2e-3  # the next one is not known to be
-    assert found.largest_stable(0.05) is None
+    nothing = "learned nothing"
+    assert [found.state(lr, 0.1) for lr in found.rates] == [nothing, "stable", nothing, "plateau", "diverged"]
+    assert (found.stable_up_to(0.1), found.trained_up_to(0.1)) == (None, None)
+    everywhere = map_of(ending(1e-3, 0.1, 9.05), ending(2e-3, 0.1, 9.0))
+    assert {everywhere.state(lr, 0.1) for lr in everywhere.rates} == {nothing}
 
 
 def test_what_is_slow_is_decided_at_the_same_decay() -> None:
@@ -96,21 +114,19 @@ def test_what_is_slow_is_decided_at_the_same_decay() -> None:
     low, high = ending(1e-3, 0.1, 3.0), ending(4e-3, 0.1, 2.99)
     found = map_of(low, high, ending(1e-3, 0.0, 3.0), ending(4e-3, 0.0, 6.9))
     assert (found.state(1e-3, 0.0), found.state(4e-3, 0.0)) == ("stable", "plateau")
-    assert (found.largest_stable(0.0), found.largest_finished(0.0)) == (1e-3, 4e-3)
-    claim = Claim("", "", "res-gelu", PAPER_RATE, 0.0, "stable")
-    assert judge(claim, found, 4e-3).verdict == "plateau here"
+    assert (found.stable_up_to(0.0), found.trained_up_to(0.0)) == (1e-3, 4e-3)
     slow = map_of(low, high, ending(1e-3, 0.0, 6.9), ending(4e-3, 0.0, 3.0), ending(8e-3, 0.0, 3.0 + 3 * WORSE))
     assert [slow.state(lr, 0.0) for lr in slow.rates] == ["stable", "stable", "plateau"]
     burst = map_of(ending(1e-3, 0.1, 3.1), ending(2e-3, 0.1, 6.9), ending(4e-3, 0.1, 2.99))
     assert [burst.state(lr, 0.1) for lr in burst.rates] == ["plateau", "plateau", "stable"]
-    assert burst.largest_stable(0.1) is None
+    assert (burst.stable_up_to(0.1), burst.stable_beyond(0.1)) == (None, [4e-3])
 
 
 @pytest.mark.parametrize("losses", [{4e-3: 6.9}, {1e-3: 6.9, 4e-3: 6.8}, {1e-3: 6.8, 4e-3: 6.9}])
 def test_the_best_point_of_a_decay_at_which_nothing_works_is_not_stable(losses: dict[float, float]) -> None:
     found = map_of(ending(4e-3, 0.1, 3.0), *(ending(lr, 0.0, loss) for lr, loss in losses.items()))
     assert {found.state(lr, 0.0) for lr in losses} == {"plateau"}
-    assert (found.largest_stable(0.0), found.largest_finished(0.0)) == (None, 4e-3)
+    assert (found.stable_up_to(0.0), found.trained_up_to(0.0)) == (None, 4e-3)
 
 
 def test_one_seed_that_diverges_is_enough_and_one_that_runs_is_not() -> None:
@@ -182,94 +198,6 @@ def test_spikes_are_the_rules(norms: list[float]) -> None:
     assert spikes(norms) == expected
 
 
-# -------------------------------------------------------------------------------------------------------------- claims
-
-AT_FIVE = Claim("", "", "res-gelu", 5 * PAPER_RATE, 0.05, "stable")
-EARLY, LATE = 400, 401
-"""Steps that a claim speaks of: one that the runs have reached, and one that they have not."""
-SEEN = [
-    ("stable", None, 5.0, 400, "holds here"),
-    ("stable", None, None, 400, "does not hold here (diverged)"),
-    ("stable", None, 5.0 + 2 * WORSE, 400, "plateau here"),
-    ("stable", None, 5.0, 800, "not tested: shorter"),  # half of its schedule
-    ("stable", LATE, 5.0, 400, "not tested: shorter"),
-    ("stable", LATE, None, 400, "does not hold here (diverged)"),
-    ("diverges", EARLY, 5.0, 400, "not seen here"),
-    ("diverges", EARLY, None, 400, "seen here"),
-    ("diverges", EARLY, 5.0 + 2 * WORSE, 400, "plateau here"),
-    ("diverges", LATE, 5.0, 400, "not tested: shorter"),
-    ("diverges", LATE, None, 400, "seen here"),
-    ("diverges", None, 5.0, 800, "not tested: shorter"),
-    ("diverges", None, 5.0, 400, "not seen here"),
-]
-
-
-@pytest.mark.parametrize(("says", "before", "loss", "schedule", "verdict"), SEEN)
-@pytest.mark.parametrize("standing", ["published", "disputed", "our inference"])
-def test_what_is_said_of_a_claim_is_what_runs_can_show(
-    standing: Any, says: Any, before: int | None, loss: float | None, schedule: int, verdict: str
-) -> None:
-    points = (ending(2e-3, 0.05, 5.0), ending(1e-2, 0.05, loss), ending(3e-3, 0.05, 6.0))
-    map_ = map_of(*(dataclasses.replace(point, schedule=schedule) for point in points))
-    claim = dataclasses.replace(AT_FIVE, says=says, before_step=before, standing=standing)
-    judged = judge(claim, map_, base_rate=2e-3)
-    assert (judged.verdict, judged.lr, judged.seeds) == (verdict, 1e-2, 1)
-    assert judged.steps == (140 if loss is None else 400)
-    assert ("diverged, after step 140" in judged.why) == (loss is None)
-    assert loss is None or f"{loss - 5.0:.3f} nats above its best" in judged.why
-    assert ("it speaks of" in judged.why) == (loss is not None and "shorter" in judged.verdict)
-
-
-def test_a_divergence_later_than_was_said_is_told_as_such() -> None:
-    map_ = map_of(ending(1e-2, 0.05, None))
-    for before, late in ((140, True), (141, False)):
-        judged = judge(dataclasses.replace(AT_FIVE, says="diverges", before_step=before), map_, base_rate=2e-3)
-        assert judged.verdict == "seen here"
-        assert judged.why.endswith("later than was said") == late
-
-
-@pytest.mark.parametrize(
-    "map_",
-    [
-        None,
-        map_of(ending(1e-2, 0.1, 5.0)),
-        map_of(ending(1e-2 * NEAR * 1.01, 0.05, 5.0)),
-        map_of(ending(1e-2, 0.05, None, status="running")),
-    ],
-    ids=["no such arm", "another decay", "another rate", "not finished"],
-)
-def test_what_was_not_run_is_not_judged(map_: Map | None) -> None:
-    judged = judge(AT_FIVE, map_, base_rate=2e-3)
-    assert judged.verdict == "not run"
-    assert judge(AT_FIVE, map_of(ending(1e-2 * 1.09, 0.05, 5.0)), base_rate=2e-3).verdict == "holds here"
-
-
-def test_what_was_published_and_what_we_infer() -> None:
-    """The issue's list of points, each with its standing: no source says what happens at those that we infer."""
-    told = {(claim.arm, round(claim.multiple, 2), claim.weight_decay): claim for claim in CLAIMS}
-    assert len(told) == len(CLAIMS)
-    assert [decay for name, _, decay in told if name == "baseline"] == [0.1, 0.05, 2**-5, 0.0]
-    assert {
-        place: (c.standing, c.says) for place, c in told.items() if (c.standing, c.says) != ("published", "stable")
-    } == {
-        ("baseline", 1.0, 0.05): ("published", "diverges"),
-        ("baseline", 1.0, 2**-5): ("our inference", "diverges"),
-        ("baseline", 1.0, 0.0): ("our inference", "diverges"),
-        ("res-gelu", 5.0, 0.05): ("our inference", "diverges"),
-        ("res-gelu", 5.0, 2**-5): ("disputed", "stable"),
-    }
-    assert {place[:2] for place in told} >= {
-        ("res-gelu", 6.67),
-        ("res-gelu", 4.0),
-        ("identity", 2.7),
-        ("identity", 3.7),
-    }
-    for claim in CLAIMS:
-        assert claim.source.startswith("arXiv")
-        assert claim.says_in_words.startswith("inferred" if claim.standing == "our inference" else "said")
-        assert ("no statement" in claim.text) == (claim.standing == "our inference")
-
-
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -302,28 +230,6 @@ def test_a_folder_becomes_maps(tmp_path: Path) -> None:
     assert maps["baseline"].start_loss == pytest.approx(statistics.fmean(r.val[0][1] for r in results.runs[:4]))
     assert maps["res-gelu"].cells[1e-2, 0.05].diverged_after == (140,)
 
-    tree = json.loads(json.dumps(evidence(results), allow_nan=False))
-    assert tree["base_rate"] == 2e-3
-    judged = {(c["arm"], c["weight_decay"], c["says"]): c for c in tree["claims"]}
-    assert judged["res-gelu", 0.05, "diverges"]["verdict"] == "seen here"
-    assert judged["res-gelu", 0.05, "diverges"]["standing"] == "our inference"
-    assert judged["baseline", 0.05, "diverges"]["verdict"] == "not tested: shorter"
-    assert (judged["baseline", 0.05, "diverges"]["steps"], judged["baseline", 0.05, "diverges"]["before_step"]) == (
-        400,
-        20_000,
-    )
-    assert judged["identity", 0.1, "stable"]["verdict"] == "not run"
-    assert tree["scale"] == "800,000 non-embedding parameters, 400 steps of 2,048 tokens"
-    assert tree["maps"][1]["by_decay"][0]["largest_stable_lr"] == 2e-3
-    assert tree["maps"][1]["by_decay"][0]["largest_tried"] is False
-    assert [cell["state"] for cell in tree["maps"][1]["cells"]] == ["stable", "diverged"]
-    assert math.isfinite(tree["maps"][1]["by_decay"][0]["sensitivity"])
-
-
-def test_a_rate_of_zero_is_a_rate() -> None:
-    assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=2e-3).verdict == "not run"
-    assert judge(AT_FIVE, map_of(ending(0.0, 0.05, 5.0)), base_rate=0.0).verdict == "holds here"
-
 
 def test_arms_without_a_rate_are_refused(tmp_path: Path) -> None:
     bare = config()
@@ -345,6 +251,5 @@ def test_runs_that_are_missing_or_damaged_are_no_points(tmp_path: Path) -> None:
         (tmp_path / "runs" / name / f"seed-{seed}" / "metrics.jsonl").write_text("{broken\n")
     (map_, _) = maps_of(endings_of(load(tmp_path))).values()
     assert map_.state(2e-3, 0.05) is None
-    assert map_.largest_stable(0.05) is None
+    assert map_.stable_up_to(0.05) is None
     assert map_.sensitivity(0.05) is None
-    assert evidence(load(tmp_path))["claims"][1]["verdict"] == "not run"

@@ -22,7 +22,7 @@ from qurve.study.power import LEAST_SEEDS
 from qurve.study.same_run import seeded
 from qurve.study.search import MOST_POINTS, Search, configured, point_name, short_names
 from qurve.study.searched import evidence, read_evidence
-from qurve.study.study_json import FORMAT, check_arm_name, check_plain, check_study
+from qurve.study.study_json import FORMAT, check_arm_name, check_matched, check_plain, check_study
 from qurve.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class Study:
                     f"study {self.name}: search is neither a Search nor the evidence of one ({what})"
                 ) from None
             self._check_search_seeds({*found.seeds, *(score.trial.seed for score in found.scores)})
+        self._check_matched()
         self._check_different()
 
     def _check_different(self) -> None:
@@ -198,6 +199,14 @@ class Study:
                     f"study {self.name}: with its seed_offset {arm.name} has weights of seed {min(both)}, which is "
                     "one of the study's; take a larger one, 1000 say"
                 )
+
+    def _check_matched(self) -> None:
+        if any(arm.matched is not None for arm in self.arms):
+            arms = [{"name": arm.name, "config": to_dict(arm.config), "matched": arm.matched} for arm in self.arms]
+            try:
+                check_matched(arms, self.baseline, self.search)
+            except BadInput as error:
+                raise BadInput(f"study {self.name}: {error}") from None
 
     def _check_search_seeds(self, seeds: set[int]) -> None:
         if both := seeds & {seed + arm.seed_offset for seed in self.seeds for arm in self.arms}:

@@ -99,11 +99,16 @@ def search_doubts(results: StudyResults) -> list[str]:
         return [UNTUNED]
     found, arms = [], [arm for arm in results.arms if arm.matched is None and not arm.seed_offset]
     found += [f"{arm.label}: {apart}." for arm in arms if (apart := search_apart(results, arm)) is not None]
+    for arm in arms:
+        if failed := search.failed(arm.name):
+            trials = "trial of its search" if failed == 1 else "trials of its search"
+            found.append(f"{arm.label}: {failed} {trials} came to no end, so that it was tried at fewer points.")
     if search.flops is not None and not found:
         found.append(f"Each arm's search had the same FLOPs ({search.flops:.3g}), not the same number of points.")
     if search.sampler == "optuna" and len({len(search.points(arm.name)) for arm in arms}) > 1:
         counts = ", ".join(f"{arm.label} {len(search.points(arm.name))}" for arm in arms)
         found.append(f"Optuna tried different numbers of points: {counts}.")
+    found += _elsewhere(results, search)
     for arm in arms:
         chosen, points = search.chosen.get(arm.name), search.points(arm.name)
         if chosen is None:
@@ -139,13 +144,20 @@ def search_apart(results: StudyResults, arm: Arm) -> str | None:
     """Why what the search chose for the arm and for the baseline is no fair choice; None where nothing speaks against
     it. An arm at the baseline's point had no choice, and an A/A arm has the baseline's."""
     search, base = results.search, results.baseline
-    if search is None or not search.chosen:
-        return None
+    if search is None or not (search.chosen or arm.finished or base.finished):
+        return None  # it is not over
     searched = {*search.seeds, *(score.trial.seed for score in search.scores)}
     if both := searched & {seed + one.seed_offset for seed in results.seeds for one in (base, arm)}:
         return f"seed {min(both)} is one of the search and of the comparison"
     if arm.matched is not None or arm.seed_offset or arm.name == base.name:
         return None
+    for one, whose in ((arm, "its search"), (base, "the baseline's search")):
+        if one.name not in search.chosen:
+            return f"{whose} has chosen no point to train at"
+        if not search.tried(one.name):
+            return f"nothing is recorded of {whose}, from which its point is said to come"
+        if (halved := search.halved_apart(one.name)) is not None:
+            return f"{whose} was no whole halving: {halved}"
     if search.flops is not None:
         costs = {one.name: _cost_of_a_step(search, one) for one in (arm, base)}
         return search.flops_apart(costs) if all(costs.values()) else None
@@ -153,6 +165,19 @@ def search_apart(results: StudyResults, arm: Arm) -> str | None:
         ours, theirs = (len(search.offered(one.name)) for one in (arm, base))
         return f"its search was another one than the baseline's ({ours} runs, and {theirs} of the baseline)"
     return None
+
+
+def _elsewhere(results: StudyResults, search: Searched) -> list[str]:
+    """In what the search's trials were other trainings than the comparison's, which all arms have alike."""
+    tokens, found = results.baseline.setting("train.tokens_per_step"), list[str]()
+    if search.tokens_per_step is not None and tokens not in (None, search.tokens_per_step):
+        found.append(
+            f"Trained with {tokens:,} tokens a step, though the rates were searched with {search.tokens_per_step:,}."
+        )
+    there, here = search.data_fingerprint, {run.fingerprint for run in results.runs if run.fingerprint}
+    if there is not None and here - {there}:
+        found.append("Trained on other data than the rates were searched on.")
+    return found
 
 
 def searched_alike(results: StudyResults) -> bool:

@@ -62,7 +62,7 @@ def compact_evidence(results: StudyResults) -> dict[str, Any]:
     useful units and costs, and of every arm what it changes and each seed's last losses (null where the run did not
     finish; `unfinished` says why)."""
     from qurve.study.headline import reservations
-    from qurve.study.stability import scale_of  # which takes numpy along
+    from qurve.study.claims import scale_of  # which takes numpy along
     from qurve.study.worth import costs_table, gains_table, savings_table
 
     beside = (gains_table(results), savings_table(results), costs_table(results))

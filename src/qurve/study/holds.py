@@ -9,35 +9,38 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 from qurve.errors import BadInput
+from qurve.study.claims import NOTE, Judgement, Verdict, judgements, scale_of
 from qurve.study.results import StudyResults
 from qurve.study.stability import (
-    NOTE,
     SPIKE,
     SPIKE_WINDOW,
     WORSE,
     Cell,
     Ending,
-    Judgement,
     Map,
     Verdict,
     architecture,
     ending_of,
     endings_of,
-    judgements,
     maps_of,
-    scale_of,
 )
 from qurve.study.tables import NONE, plain, rate
 from qurve.study.worth import Table
 
 Maps = Mapping[str, Map]
 
-HOLD, FAIL, PLATEAU, UNTESTED = "Hold here", "Fail here", "End on a plateau", "Not tested"
-FOUND: Mapping[str, tuple[str, ...]] = {
+HOLD, FAIL, NEITHER = "Hold here", "Fail here", "Neither"
+STABLE, UNSOUND, NOT_RUN = "Not tested, stable so far", "Not tested, a plateau or worse so far", "Not run"
+FOUND: Mapping[str, tuple[Verdict, ...]] = {
     HOLD: ("holds here", "seen here"),
     FAIL: ("does not hold here (diverged)", "not seen here"),
-    PLATEAU: ("plateau here",),
-    UNTESTED: ("not tested: shorter", "not run"),
+    NEITHER: ("plateau here", "learned nothing here"),
+    STABLE: ("not tested at its length: stable so far",),
+    UNSOUND: (
+        "not tested at its length: a plateau so far",
+        "not tested at its length: learned nothing so far",
+    ),
+    NOT_RUN: ("not run",),
 }
 """What a headline says of claims, and the verdicts that are said so."""
 
@@ -45,7 +48,8 @@ DIVERGED: tuple[Verdict, ...] = ("seen here", "does not hold here (diverged)")
 
 RULE = (
     f"Stable: every seed finished, at most {WORSE:g} nats per token above the best loss, or slower at a rate below the "
-    "best one at its decay; else a plateau, which is no divergence"
+    "best one at its decay; else a plateau, which is no divergence, or nothing learned, where a seed finished no lower "
+    "than it started"
 )
 
 
@@ -86,10 +90,11 @@ def said_of_maps(results: StudyResults, maps: Maps) -> tuple[str, list[str]]:
     ]
     said = {words: [one for one in found if one.verdict in verdicts] for words, verdicts in FOUND.items()}
     counts = {words: len(those) for words, those in said.items()}
+    untested = sum(counts[words] for words in (STABLE, UNSOUND, NOT_RUN))
     lead = (
         f"Of {len(found)} published claims of stability {_many(counts[HOLD], 'holds', 'hold')} here, "
-        f"{_many(counts[FAIL], 'fails', 'fail')}, {_many(counts[PLATEAU], 'ends', 'end')} on a plateau, which is "
-        f"neither, and {_many(counts[UNTESTED], 'is', 'are')} not tested."
+        f"{_many(counts[FAIL], 'fails', 'fail')}, {_many(counts[NEITHER], 'is', 'are')} neither (a plateau, or nothing "
+        f"learned), and {_many(untested, 'is', 'are')} not tested at the length claimed."
         if found
         else "No published claim is of an architecture that is mapped here."
     )
@@ -102,7 +107,7 @@ def said_of_maps(results: StudyResults, maps: Maps) -> tuple[str, list[str]]:
     sentences.append(f"Largest rate up to which every one tried is stable, over the decays: {largest}.")
     sentences.append(_diverged(results, maps))
     seeds = (
-        "one seed a point, so each is seen once and not tested"
+        f"one seed a point, so that each is seen once, and the bound of {WORSE:g} nats decides on one number"
         if len(results.seeds) == 1
         else f"{len(results.seeds)} seeds a point"
     )
@@ -124,7 +129,7 @@ def _claim(results: StudyResults, one: Judgement) -> str:
 
 def _span(map_: Map) -> str:
     """The largest stable rate at the decay where it is smallest, and where it is largest."""
-    found = [map_.largest_stable(decay) for decay in map_.decays]
+    found = [map_.stable_up_to(decay) for decay in map_.decays]
     low, high = (pick(found, key=lambda lr: lr or 0.0) for pick in (min, max))
     ends = ["none" if lr is None else rate(lr) for lr in (low, high)]
     return ends[0] if low == high else " to ".join(ends)
@@ -132,11 +137,14 @@ def _span(map_: Map) -> str:
 
 def _diverged(results: StudyResults, maps: Maps) -> str:
     largest = max(map_.rates[-1] for map_ in maps.values())
-    counts = {name: sum(cell.diverged > 0 for cell in map_.cells.values()) for name, map_ in maps.items()}
+    counts = {
+        name: sum(cell.diverged > 0 or cell.learned_nothing for cell in map_.cells.values())
+        for name, map_ in maps.items()
+    }
     if not any(counts.values()):
         return f"Nothing diverged, up to the largest rate tried, {rate(largest)}."
     return (
-        "Points where a seed diverged: "
+        "Points where a seed diverged, or finished no lower than it started: "
         + "; ".join(f"{label_of(results, name)} {count} of {len(maps[name].cells)}" for name, count in counts.items())
         + "."
     )
@@ -174,18 +182,21 @@ def rates_table(results: StudyResults, maps: Maps) -> Table:
     rows = []
     for name, map_ in maps.items():
         for decay in map_.decays:
-            largest = [map_.largest_stable(decay), map_.largest_finished(decay)]
+            largest = [map_.stable_up_to(decay), map_.trained_up_to(decay)]
             words = [
                 ("none" if lr is None else rate(lr)) + (" (the largest tried)" if lr == map_.rates[-1] else "")
                 for lr in largest
             ]
+            if beyond := map_.stable_beyond(decay):
+                words[0] += f"; beyond a gap {', '.join(map(rate, beyond))}"
             rows.append([label_of(results, name), rate(decay), *words, plain(map_.sensitivity(decay), 4)])
     notes = [
-        f"{RULE}. Sensitivity: mean over the rates tried of min(L, L at the start) − min L, in nats per "
-        "token; compare it over the same rates alone (Wortsman et al., arXiv 2309.14322)."
+        f"{RULE}. Up to: every rate tried up to this one. Beyond a gap: stable although a lower rate is not. "
+        "Sensitivity: mean over the rates tried of min(L, L at the start) − min L, in nats per token; compare it over "
+        "the same rates alone (Wortsman et al., arXiv 2309.14322)."
     ]
-    head = ["architecture", "decay", "largest stable rate", "largest without divergence", "sensitivity to the rate"]
-    return Table("Largest stable rates and sensitivities", head, rows, notes)
+    head = ["architecture", "decay", "stable up to", "without divergence up to", "sensitivity to the rate"]
+    return Table("Up to which rate it is stable, and sensitivities", head, rows, notes)
 
 
 def claims_tables(results: StudyResults, maps: Maps) -> list[Table]:

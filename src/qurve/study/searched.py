@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def evidence(search: Search, configs: Configs, scores: Sequence[Score], **facts:
         },
         "trials": search.trials,
         "flops": search.flops,
+        "factor": search.factor if search.sampler == "halving" else None,
         "steps": next(iter(configs.values())).train.steps,
         **facts,
         "seeds": list(search.seeds),
@@ -51,6 +53,10 @@ def evidence(search: Search, configs: Configs, scores: Sequence[Score], **facts:
             for score in scores
         ],
     }
+
+
+CAME_TO_AN_END = ("finished", "diverged")
+"""Statuses of trials that say something of their point; one that failed says nothing."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,12 @@ class Searched:
     """The budget of each arm, where it was one of points."""
     flops: float | None
     """The budget of each arm, where it was one of FLOPs."""
+    factor: int | None
+    """By which halving divides; None of a search that did not write it down."""
+    tokens_per_step: int | None
+    """What its trials trained with; None of a search that did not write it down."""
+    data_fingerprint: str | None
+    """Of the data that its trials saw; None of a search that did not write it down."""
     seeds: tuple[int, ...]
     steps: int | None
     chosen: dict[str, Chosen]
@@ -118,17 +130,52 @@ class Searched:
         }
 
     def tried(self, arm: str) -> set[tuple[Point, int, int]]:
-        """Every point, number of steps and seed that the arm was tried with."""
-        return {(s.trial.point, s.trial.steps, s.trial.seed) for s in self.scores if s.trial.arm == arm}
+        """Every point, number of steps and seed that the arm was tried with: what failed was no try of the arm."""
+        return {
+            (s.trial.point, s.trial.steps, s.trial.seed)
+            for s in self.scores
+            if s.trial.arm == arm and s.status in CAME_TO_AN_END
+        }
+
+    def failed(self, arm: str) -> int:
+        """How many of the arm's trials came to no end."""
+        return sum(score.trial.arm == arm and score.status not in CAME_TO_AN_END for score in self.scores)
 
     def offered(self, arm: str) -> Any:
-        """What must be the same for every arm: the points and seeds that it was tried with before any choice among its
-        own results. Of Optuna, which chooses from the second point on, how many they may be."""
+        """What must be the same for every arm: the points, lengths and seeds that it was tried with before any choice
+        among its own results. Of Optuna, which chooses from the second point on, how many they may be."""
         if self.sampler == "optuna":
             return self.trials, len(self.seeds)
         tried = self.tried(arm)
-        shortest = min((steps for _, steps, _ in tried), default=0)
-        return {(frozenset(point), seed) for point, steps, seed in tried if steps == shortest}
+        if self.sampler == "halving":
+            shortest = min((steps for _, steps, _ in tried), default=0)
+            tried = {one for one in tried if one[1] == shortest}
+        return {(frozenset(point), steps, seed) for point, steps, seed in tried}
+
+    def halved_apart(self, arm: str) -> str | None:
+        """Where the arm's halving was another one than its points at the shortest length call for: then its choice is
+        from fewer, or from more, than the others'. None where nowhere, and of other samplers."""
+        losses, tried = Losses(self.scores, self.seeds), self.tried(arm)
+        if self.sampler != "halving" or not tried:
+            return None
+        lengths = sorted({*(steps for _, steps, _ in tried), *(() if self.steps is None else (self.steps,))})
+        trained = {steps: {point for point, at, _ in tried if at == steps} for steps in lengths}
+        wanted = [point for point in dict.fromkeys(s.trial.point for s in self.scores) if point in trained[lengths[0]]]
+        more = len(wanted)
+        for shorter, steps in itertools.pairwise(lengths):
+            more = -(-more // self._factor(lengths))
+            wanted = losses.ranked(arm, wanted, shorter)[:more]
+            if trained[steps] != set(wanted):
+                right = len(trained[steps] & set(wanted))
+                best = f"of the {len(wanted)} points that were best at {shorter:,} steps"
+                return f"{best} {right} went on to {steps:,}, and {len(trained[steps]) - right} others"
+        return None
+
+    def _factor(self, lengths: Sequence[int]) -> int:
+        """Of a search that did not write it down: by its two shortest lengths."""
+        if self.factor is not None or len(lengths) < 2:
+            return self.factor or 2
+        return max(2, round(lengths[1] / lengths[0]))
 
     def flops_apart(self, step_costs: Mapping[str, float]) -> str | None:
         """Why of these arms one did not have the same FLOPs as the others; None where each had all that it could pay
@@ -136,7 +183,7 @@ class Searched:
         assert self.flops is not None
         lengths = sorted({steps for arm in step_costs for _, steps, _ in self.tried(arm)})
         tried = {arm: {point for point, steps, _ in self.tried(arm) if steps == lengths[0]} for arm in step_costs}
-        factor = max(2, round(lengths[1] / lengths[0])) if len(lengths) > 1 else 2
+        factor = self._factor(lengths)
 
         def cost(arm: str, points: int) -> float:
             total = 0
@@ -204,6 +251,9 @@ def read_evidence(tree: dict[str, Any]) -> Searched:
         space={axis: _offered(tree["space"][axis]) for axis in axes} if "space" in tree else {},
         trials=None if tree.get("trials") is None else int(tree["trials"]),
         flops=_finite(tree.get("flops")),
+        factor=None if (factor := tree.get("factor")) is None else max(2, int(factor)),
+        tokens_per_step=None if (tokens := tree.get("tokens_per_step")) is None else int(tokens),
+        data_fingerprint=None if (data := tree.get("data_fingerprint")) is None else one_line(data),
         seeds=tuple(int(seed) for seed in tree["seeds"]),
         steps=steps,
         chosen={

@@ -1,19 +1,18 @@
-"""Where does training hold? Maps over learning rate and weight decay, and what they show of the published claims.
+"""Where does training hold? Maps over learning rate and weight decay; `claims` sets what was published beside them.
 
 A map is of one architecture: a study that makes one names its arms `NAME@POINT` (`res-gelu@0.008-0.1`), all arms of one
-NAME alike but for peak rate, floor and decay. Rates are compared across scales as multiples of the baseline's, which is
-the rate of the study's baseline arm; the paper's is 6e-4.
+NAME alike but for peak rate, floor and decay.
 
-A point is in one of three states. It has *diverged* when a seed has. It is *stable* when every seed finished, and the
-mean final loss is at most `WORSE` nats above the architecture's best in the map; a rate below the best one at its own
-decay may end higher, which is slow, where that best one is as near and the losses fall up to this one and on to it.
-Else it is on a *plateau*: that is quality, no divergence. This holds for the study's size, data and length alone.
+A point is in one of four states. It has *diverged* when a seed has, and has *learned nothing* when a seed finished no
+lower than it started. It is *stable* when every seed finished, and the mean final loss is at most `WORSE` nats above
+the architecture's best in the map; a rate below the best one at its own decay may end higher, which is slow, where that
+best one is as near and the losses fall up to this one and on to it. Else it is on a *plateau*: that is quality, no
+divergence. This holds for the study's size, data and length alone, and with one seed a point for that seed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,10 +27,6 @@ SPIKE = 5.0
 SPIKE_WINDOW = 100
 """A spike is a step whose gradient norm exceeds `SPIKE` times the median of the `SPIKE_WINDOW` steps before it; the
 first `SPIKE_WINDOW` steps, which have fewer before them, are not judged."""
-NEAR = 1.1
-"""Rates within this factor are taken for the same when a claim is judged."""
-PAPER_RATE = 6e-4
-"""The paper's baseline's: what its rates are multiples of."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,6 @@ class Ending:
     spikes: int | None
     max_logit: float | None
     """The largest attention logit of any block at any evaluation; None where none was measured."""
-    schedule: int
-    """Updates of the full schedule."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +76,12 @@ class Cell:
         return sum(ending.status == "diverged" for ending in self.endings) / len(self.endings)
 
     @property
+    def learned_nothing(self) -> bool:
+        """Whether a seed finished no lower than it started."""
+        ends = [(e.loss, e.start_loss) for e in self.endings]
+        return any(loss is not None and start is not None and loss >= start for loss, start in ends)
+
+    @property
     def diverged_after(self) -> tuple[int, ...]:
         """The last whole step of each run that diverged."""
         return tuple(ending.step for ending in self.endings if ending.status == "diverged")
@@ -98,7 +97,7 @@ class Cell:
         return max((e.max_logit for e in self.endings if e.max_logit is not None), default=None)
 
 
-State = Literal["stable", "plateau", "diverged"]
+State = Literal["stable", "plateau", "learned nothing", "diverged"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +135,8 @@ class Map:
             return None
         if cell.diverged:
             return "diverged"
+        if cell.learned_nothing:
+            return "learned nothing"
         losses = {point: loss for point, one in self.cells.items() if (loss := one.loss) is not None}
         here = {rate: loss for (rate, decay), loss in losses.items() if decay == weight_decay}
         best, bound = min(here, key=here.__getitem__), min(losses.values()) + WORSE
@@ -146,15 +147,21 @@ class Map:
         is_slow = lr < best and here[best] <= bound and is_falling
         return "stable" if here[lr] <= bound or is_slow else "plateau"
 
-    def largest_stable(self, weight_decay: float) -> float | None:
+    def stable_up_to(self, weight_decay: float) -> float | None:
         """The largest rate up to which every rate tried at this decay is stable; None where the lowest is not.
 
         Where it is the largest tried, a larger one may be stable too.
         """
         return self._largest(weight_decay, ("stable",))
 
-    def largest_finished(self, weight_decay: float) -> float | None:
-        """The same, where a plateau counts as well: nothing diverged."""
+    def stable_beyond(self, weight_decay: float) -> list[float]:
+        """The rates that are stable at this decay although a lower one is not, ascending."""
+        first = self.stable_up_to(weight_decay)
+        stable = [lr for lr in self.rates if self.state(lr, weight_decay) == "stable"]
+        return [lr for lr in stable if first is None or lr > first]
+
+    def trained_up_to(self, weight_decay: float) -> float | None:
+        """As `stable_up_to`, where a plateau counts as well: no seed diverged or learned nothing."""
         return self._largest(weight_decay, ("stable", "plateau"))
 
     def _largest(self, weight_decay: float, states: Sequence[State]) -> float | None:
@@ -223,8 +230,8 @@ def ending_of(arm: Arm, run: Run) -> Ending:
     """One run as it ended, under its own arm's name."""
     return Ending(
         arm=arm.name,
-        lr=_setting(arm, "train.lr"),
-        weight_decay=_setting(arm, "train.weight_decay"),
+        lr=setting_of(arm, "train.lr"),
+        weight_decay=setting_of(arm, "train.weight_decay"),
         seed=run.seed,
         status=run.status,
         step=run.step,
@@ -232,11 +239,11 @@ def ending_of(arm: Arm, run: Run) -> Ending:
         loss=run.final_loss,
         spikes=len(spikes(run.grad_norms)) if run.grad_norms else None,
         max_logit=run.max_logit,
-        schedule=_setting(arm, "train.steps"),
     )
 
 
-def _setting(arm: Arm, path: str) -> Any:
+def setting_of(arm: Arm, path: str) -> Any:
+    """A leaf of the arm's configuration. Raises `BadInput` where there is none."""
     if (value := arm.setting(path)) is None:
         raise BadInput(f"the configuration of the arm {arm.name} has no {path}, by which a map is made")
     return value
@@ -254,245 +261,3 @@ def spikes(grad_norms: Sequence[float]) -> list[int]:
         SPIKE_WINDOW + np.flatnonzero(norms[SPIKE_WINDOW:] > SPIKE * np.median(before, axis=1))
     ).tolist()
     return found
-
-
-# -------------------------------------------------------------------------------------------------------------- claims
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What was published of one architecture at one rate and decay, or what we infer from that."""
-
-    text: str
-    """What was published, in our words; of an inference, from what it follows."""
-    source: str
-    """Where."""
-    arm: str
-    lr: float
-    """At the paper's scale."""
-    weight_decay: float
-    says: Literal["stable", "diverges"]
-    standing: Literal["published", "disputed", "our inference"] = "published"
-    """`disputed` where the sources do not agree. An inference is ours: whatever is found speaks for or against it, and
-    not the paper."""
-    before_step: int | None = None
-    """The step that it speaks of; None where it is the end of the training."""
-
-    @property
-    def multiple(self) -> float:
-        """Its rate in multiples of the paper's baseline's."""
-        return self.lr / PAPER_RATE
-
-    @property
-    def says_in_words(self) -> str:
-        what = "to be stable" if self.says == "stable" else "to diverge"
-        return f"{'inferred' if self.standing == 'our inference' else 'said'} {what}"
-
-
-NOTE = (
-    "Seen at this study's scale alone. A run of so few steps can show a divergence, and cannot rule out one that comes "
-    f"late in a training hundreds of times as long. A plateau (finished more than {WORSE:g} nats per token above the "
-    "best loss, and not for a rate below the best one) is no divergence, and no sound training either."
-)
-PAPER = "arXiv 2603.13381"
-FEWER = "no statement of the source: if the baseline diverges at decay 0.05 and less decay is no cure"
-CLAIMS: tuple[Claim, ...] = (
-    Claim("its loss at step 60,000 is printed", f"{PAPER}, table 1", "baseline", PAPER_RATE, 0.1, "stable"),
-    Claim(
-        "diverges before step 20,000 of 60,000 at this decay",
-        f"{PAPER}, section 2.2",
-        "baseline",
-        PAPER_RATE,
-        0.05,
-        "diverges",
-        before_step=20_000,
-    ),
-    Claim(FEWER, f"{PAPER}, section 2.2", "baseline", PAPER_RATE, 2**-5, "diverges", "our inference", 20_000),
-    Claim(FEWER, f"{PAPER}, section 2.2", "baseline", PAPER_RATE, 0.0, "diverges", "our inference", 20_000),
-    Claim("its loss at step 60,000 is printed", f"{PAPER}, table 1", "res-gelu", 4e-3, 0.1, "stable"),
-    Claim(
-        "the largest rate that is stable at this decay; its loss at step 60,000 is printed",
-        f"{PAPER}, section 2.2 and table 1",
-        "res-gelu",
-        2.4e-3,
-        0.05,
-        "stable",
-    ),
-    Claim(
-        "no statement of this rate: at this decay the source calls rates up to 2.4e-3 stable, and none beyond",
-        f"{PAPER}, section 2.2",
-        "res-gelu",
-        3e-3,
-        0.05,
-        "diverges",
-        "our inference",
-    ),
-    Claim(
-        "stable at this decay and at 5 times the baseline's rate, by the first version; by the second, less decay asks "
-        "for lower rates",
-        f"{PAPER}, versions 1 and 2",
-        "res-gelu",
-        3e-3,
-        2**-5,
-        "stable",
-        "disputed",
-    ),
-    Claim("tolerates 2.7 times the baseline's rate", "arXiv 2510.23912", "identity", 2.7 * PAPER_RATE, 0.1, "stable"),
-    Claim("tolerates 3.7 times the baseline's rate", "arXiv 2510.23912", "identity", 3.7 * PAPER_RATE, 0.1, "stable"),
-    Claim("stable at a third of the usual decay", "arXiv 2510.23912", "identity", PAPER_RATE, 2**-5, "stable"),
-)
-"""To be looked at at each scale. `identity` is `W_Q = I`."""
-
-Verdict = Literal[
-    "holds here",
-    "does not hold here (diverged)",
-    "seen here",
-    "not seen here",
-    "plateau here",
-    "not tested: shorter",
-    "not run",
-]
-"""`seen`: of a divergence; `holds`: of stability. A plateau is neither. `shorter`: none diverged, and they were not as
-long as the claim speaks of."""
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A claim beside one study, at its scale alone: what its runs show, and no more."""
-
-    claim: Claim
-    verdict: Verdict
-    lr: float
-    """The rate looked at: the point's, or the one wanted where there is none."""
-    seeds: int
-    steps: int | None
-    """Updates that every run looked at has made; None where there is none."""
-    why: str
-
-
-def judge(claim: Claim, map_: Map | None, base_rate: float) -> Judgement:
-    """What the map of its architecture shows of a claim.
-
-    `base_rate` is the baseline's rate at the map's scale: looked at is the point nearest to the claim's multiple of it,
-    within a factor of `NEAR`, at the claim's decay.
-    """
-    wanted = claim.multiple * base_rate
-    near = [
-        cell
-        for cell in (map_.cells.values() if map_ else ())
-        if math.isclose(cell.weight_decay, claim.weight_decay) and cell.lr <= wanted * NEAR and wanted <= cell.lr * NEAR
-    ]
-    if map_ is None or not near:
-        return Judgement(claim, "not run", wanted, 0, None, "no point of the map is near it")
-    cell = min(near, key=lambda cell: abs(cell.lr - wanted))
-    state, n, steps = map_.state(cell.lr, cell.weight_decay), len(cell.endings), min(e.step for e in cell.endings)
-    if state is None:
-        return Judgement(claim, "not run", cell.lr, n, steps, "its runs have not come to an end")
-    return Judgement(claim, _verdict(claim, cell, state), cell.lr, n, steps, _why(claim, map_, cell))
-
-
-def _verdict(claim: Claim, cell: Cell, state: State) -> Verdict:
-    if state == "diverged":
-        return "seen here" if claim.says == "diverges" else "does not hold here (diverged)"
-    if state == "plateau":
-        return "plateau here"
-    if _is_shorter(claim, cell):
-        return "not tested: shorter"
-    return "not seen here" if claim.says == "diverges" else "holds here"
-
-
-def _is_shorter(claim: Claim, cell: Cell) -> bool:
-    """Whether some run was shorter than the claim speaks of: a step, or else the whole of a schedule."""
-    return any(ending.step < (claim.before_step or ending.schedule) for ending in cell.endings)
-
-
-def _why(claim: Claim, map_: Map, cell: Cell) -> str:
-    if cell.diverged:
-        after = ", ".join(f"{step:,}" for step in cell.diverged_after)
-        late = claim.before_step is not None and min(cell.diverged_after) >= claim.before_step
-        said = f"{len(cell.diverged_after)} of {len(cell.endings)} seeds diverged, after step {after}"
-        return said + (", later than was said" if late else "")
-    assert map_.best is not None
-    assert map_.best.loss is not None
-    assert cell.loss is not None
-    above, steps = cell.loss - map_.best.loss, max(ending.step for ending in cell.endings)
-    said = f"finished {steps:,} steps {above:.3f} nats above its best, which is at rate {map_.best.lr:g}"
-    if not _is_shorter(claim, cell):
-        return said
-    spoken = f"step {claim.before_step:,}" if claim.before_step else "the end of the schedule"
-    return f"{said}; it speaks of {spoken}"
-
-
-def judgements(results: StudyResults, maps: dict[str, Map]) -> list[Judgement]:
-    """Every claim beside a study. The unit of rates is its baseline arm's."""
-    return [judge(claim, maps.get(claim.arm), _setting(results.baseline, "train.lr")) for claim in CLAIMS]
-
-
-def scale_of(results: StudyResults) -> str:
-    """What the judgements hold for, in words."""
-    base = results.baseline
-    steps, tokens = (_setting(base, f"train.{name}") for name in ("steps", "tokens_per_step"))
-    return f"{base.non_embedding:,} non-embedding parameters, {steps:,} steps of {tokens:,} tokens"
-
-
-# ------------------------------------------------------------------------------------------------------------ evidence
-
-
-def evidence(results: StudyResults) -> dict[str, Any]:
-    """Maps, sensitivities, largest stable rates and judgements as a tree for JSON."""
-    maps = maps_of(endings_of(results))
-    return {
-        "study": results.name,
-        "command": results.command,
-        "scale": scale_of(results),
-        "note": NOTE,
-        "seeds": list(results.seeds),
-        "base_rate": _setting(results.baseline, "train.lr"),
-        "rules": {"worse_nats": WORSE, "spike": SPIKE, "spike_window": SPIKE_WINDOW, "near": NEAR},
-        "maps": [_map_tree(map_) for map_ in maps.values()],
-        "claims": [_claim_tree(judgement) for judgement in judgements(results, maps)],
-    }
-
-
-def _claim_tree(judgement: Judgement) -> dict[str, Any]:
-    claim = judgement.claim
-    keys = ("standing", "arm", "lr", "multiple", "weight_decay", "says", "says_in_words", "before_step")
-    return {
-        **{key: getattr(claim, key) for key in (*keys, "text", "source")},
-        "verdict": judgement.verdict,
-        "judged_at": judgement.lr,
-        "seeds": judgement.seeds,
-        "steps": judgement.steps,
-        "why": judgement.why,
-    }
-
-
-def _map_tree(map_: Map) -> dict[str, Any]:
-    return {
-        "arm": map_.arm,
-        "start_loss": map_.start_loss,
-        "by_decay": [
-            {
-                "weight_decay": decay,
-                "sensitivity": map_.sensitivity(decay),
-                "largest_stable_lr": (largest := map_.largest_stable(decay)),
-                "largest_tried": largest == map_.rates[-1],
-                "largest_finished_lr": (finished := map_.largest_finished(decay)),
-                "largest_finished_tried": finished == map_.rates[-1],
-            }
-            for decay in map_.decays
-        ],
-        "cells": [
-            {
-                "lr": cell.lr,
-                "weight_decay": cell.weight_decay,
-                "loss": cell.loss,
-                "diverged": cell.diverged,
-                "diverged_after": list(cell.diverged_after),
-                "spikes": cell.spikes,
-                "max_logit": cell.max_logit,
-                "state": map_.state(cell.lr, cell.weight_decay),
-            }
-            for cell in map_.cells.values()
-        ],
-    }

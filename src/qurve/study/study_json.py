@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from qurve.config import differences
 from qurve.errors import BadInput
 
 FORMAT = 1
@@ -107,6 +108,39 @@ def check_study(tree: Any) -> None:
     names = [arm["name"] for arm in tree["arms"]]
     if len(set(names)) < len(names):
         raise BadInput(f"two arms have the same name (arms: {', '.join(names)})")
+    check_matched(tree["arms"], tree.get("baseline"), tree.get("search"))
+
+
+def check_matched(arms: list[dict[str, Any]], baseline: Any, search: Any) -> None:
+    """Raise `BadInput` for an arm whose `matched` is not so: it must be another arm's architecture at the best point of
+    the baseline. These are no part of the family of tests of the study's own arms, so that nothing else may be one."""
+    named = {arm["name"]: arm for arm in arms}
+    for arm in arms:
+        if (name := arm.get("matched")) is None:
+            continue
+        own, base = (named.get(one) if isinstance(one, str) else None for one in (name, baseline))
+        if own is None or base is None or own is base or own.get("matched") is not None:
+            raise BadInput(
+                f"{arm['name']} is called matched with {name!r}, which is none of the arms that were searched"
+            )
+        try:
+            point = tuple(f"{path}." for path in search["chosen"][baseline]["point"])
+        except (KeyError, TypeError):
+            raise BadInput(
+                f"{arm['name']} is called matched, at the baseline's best point, and no search has chosen one; such "
+                "arms are made after a search"
+            ) from None
+        trees = [{key: value for key, value in one["config"].items() if key != "format"} for one in (arm, base, own)]
+        for path, (mine, theirs) in differences(trees[0], trees[1]).items():
+            if f"{path}.".startswith(point):  # a whole projection may be searched
+                raise BadInput(
+                    f"{arm['name']} is called matched, at the baseline's best point, and has {path} = {mine!r} where "
+                    f"the baseline has {theirs!r}"
+                )
+        if apart := [path for path in differences(trees[0], trees[2]) if not f"{path}.".startswith(point)]:
+            raise BadInput(
+                f"{arm['name']} is called matched with {name}, and differs from it in {', '.join(apart[:3])}"
+            )
 
 
 def _lists(value: Any) -> list[list[Any]]:

@@ -96,8 +96,9 @@ def test_a_grid_of_rates_and_decays_becomes_maps_and_judges_the_claims(undrawn, 
     assert "Res-Gelu 0.1 8e-3 (the largest tried)" in words
     said, _, inferred = words.partition("What we infer from it, and what is seen here")
     claim = "Baseline 1 0.05 said to diverge: diverges before step 20,000 of 60,000 at this decay"
-    assert f"{claim} (arXiv 2603.13381, section 2.2) not tested: shorter 1 400 finished 400 steps" in said
-    assert "A run of so few steps can show a divergence, and cannot rule out one" in said
+    seen = "not tested at its length: stable so far 1 400 one seed finished 400 steps"
+    assert f"{claim} (arXiv 2603.13381, section 2.2) {seen}" in said
+    assert "Runs that are shorter than a claim speaks of can show a divergence; they test neither" in said
     assert inferred.count("inferred to diverge") == 3
     assert "confirmed" not in words
     assert "refuted" not in words
