@@ -334,7 +334,7 @@ def test_a_rung_that_is_no_comparison_makes_the_slope_unknown_and_is_named() -> 
         (lambda tree: tree.update(format=2), "not a ladder of format 1"),
         (lambda tree: tree["rungs"][0]["arms"].pop("baseline"), "a rung lacks the baseline 'baseline'"),
         (lambda tree: tree["rungs"][0]["arms"]["new"]["losses"].update({"1": -1}), "no number above zero"),
-        (lambda tree: tree["rungs"][0].update(tokens="many"), "invalid literal"),
+        (lambda tree: tree["rungs"][0].update(tokens="many"), "tokens of 1x32@20 = 'many', no whole number above zero"),
         (lambda tree: tree.update(rungs=7), "not iterable"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from tyro.extras import SubcommandApp
 
 from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option, plain
 from qurve.errors import EXIT_FAILED, BadInput
-from qurve.files import LOCK
+from qurve.files import LOCK, check_folders
 
 if TYPE_CHECKING:
     from qurve.study.ladder_results import LadderResults
@@ -206,7 +207,8 @@ def study_plan(
         config = dataclasses.replace(wanted.arms[0].config.data, **given(path=None if data is None else str(data)))
         with tempfile.TemporaryDirectory() as folder, data_in(Path(folder), config) as opened:
             made = made_already(wanted, opened, pool)
-    plan = make_plan(wanted, fraction, knowledge, made, pace or pace_here(wanted.arms[0].config))
+    call = shlex.join([study, *(word for setting in settings for word in ("--set", setting))])
+    plan = make_plan(wanted, fraction, knowledge, made, pace or pace_here(wanted.arms[0].config), call)
     if as_json:
         print(json.dumps(plan))
     else:
@@ -286,7 +288,7 @@ def study_ladder(
     if workers is not None:
         at_least("--workers", workers, 1)
     folder = out or Path("runs") / f"ladder-{wanted.name}"
-    refuse_foreign(folder, wanted.name)
+    refuse_foreign(folder, wanted)
     config = wanted.rungs[0].study.arms[0].config.data
     if data is not None:
         config = dataclasses.replace(config, path=str(data))
@@ -311,8 +313,7 @@ def study_ladder(
 
 
 def _refuse_foreign_study(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"{folder} is a file; give another --out")
+    check_folders(folder)
     found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
     if found and not found & {"study.json", "data", LOCK}:
         raise BadInput(f"{folder} holds something that is not a study; give another --out")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,7 @@ from qurve.study.scaling import (
     trend,
 )
 from qurve.study.statistics import relative_gains
-from qurve.study.study_json import check_plain, one_line
+from qurve.study.study_json import count, damage_named, one_line, positive, read_plain
 from qurve.study.tables import NONE, plain, signed, with_interval
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ FILE = "ladder.json"
 LEAST_RUNGS = 3
 """Below them a line goes through every rung, and nothing is left to test its slope with."""
 FORMAT = 1
+WAY_OUT = "restore it, or repeat the `qurve study ladder` that wrote it: it writes it anew, and keeps the runs"
 MACHINE = ("platform", "cpu", "gpu", "cores", "threads", "torch", "precision", "compiled", "device", "commit")
 
 
@@ -138,55 +138,48 @@ def load_ladder(place: Path) -> LadderResults:
     file = place / FILE if place.is_dir() else place
     if not file.is_file():
         raise BadInput(f"{place} is no ladder: it has no {FILE}; give the folder that `qurve study ladder` wrote")
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        check_plain(tree)
-        if tree.get("format") != FORMAT:
+    with damage_named(file, WAY_OUT):
+        tree = read_plain(file.read_bytes())
+        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             raise BadInput(f"it is not a ladder of format {FORMAT}, which this version reads")
         rungs, baseline = tuple(_rung(item) for item in tree["rungs"]), str(tree["baseline"])
-        if not all(baseline in rung.arms for rung in rungs):
+        if not rungs or not all(baseline in rung.arms for rung in rungs):
             raise BadInput(f"a rung lacks the baseline {baseline!r}")
         names = (one_line(tree["name"]), one_line(tree["title"]), str(tree["command"]))
         not_begun = tuple(one_line(rung) for rung in tree.get("not_begun", ()))
         copies = {one_line(path): one_line(sha) for path, sha in tree.get("definition", {}).items()}
         return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs, not_begun, copies)
-    except OSError as error:
-        raise BadInput(f"{file} cannot be read ({error.strerror})") from None
-    except KeyError as error:
-        what = f"the field {error} is missing"
-    except (BadInput, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        what = str(error)
-    raise BadInput(f"{file} is damaged: {what}; run the same command again to write it anew")
 
 
 def _rung(item: dict[str, Any]) -> RungResults:
-    arms = {}
-    for name, arm in item["arms"].items():
-        losses = {int(seed): float(loss) for seed, loss in arm["losses"].items()}
-        if not all(math.isfinite(loss) and loss > 0 for loss in losses.values()):
-            raise ValueError(f"a loss of {name} is no number above zero")
-        arms[str(name)] = RungArm(
-            name=str(name),
-            label=one_line(arm["label"]),
-            non_embedding=int(arm["non_embedding"]),
-            total=int(arm["total"]),
-            flops_per_token=float(arm["flops_per_token"]),
-            losses=losses,
-            unfinished=tuple(one_line(words) for words in arm["unfinished"]),
-            doubt=None if arm["doubt"] is None else one_line(arm["doubt"]),
-            tokens_per_s=None if (speed := arm.get("tokens_per_s")) is None else float(speed),
-            peak_memory_bytes=None if (memory := arm.get("peak_memory_bytes")) is None else int(memory),
-        )
+    name = one_line(item["name"])
+    arms = {str(arm): _read_arm(str(arm), tree) for arm, tree in item["arms"].items()}
     return RungResults(
-        name=one_line(item["name"]),
-        n_layers=int(item["n_layers"]),
-        d_model=int(item["d_model"]),
-        tokens_per_parameter=float(item["tokens_per_parameter"]),
-        tokens=int(item["tokens"]),
-        epochs=float(item["epochs"]),
+        name=name,
+        n_layers=count(item["n_layers"], f"n_layers of {name}"),
+        d_model=count(item["d_model"], f"d_model of {name}"),
+        tokens_per_parameter=positive(item["tokens_per_parameter"], f"tokens_per_parameter of {name}"),
+        tokens=count(item["tokens"], f"tokens of {name}"),
+        epochs=positive(item["epochs"], f"epochs of {name}"),
         arms=arms,
         machine=dict(item["machine"]),
-        speeds_apart=float(item.get("speeds_apart", 1.0)),
+        speeds_apart=positive(item.get("speeds_apart", 1.0), f"speeds_apart of {name}"),
+    )
+
+
+def _read_arm(name: str, tree: dict[str, Any]) -> RungArm:
+    speed, memory = tree.get("tokens_per_s"), tree.get("peak_memory_bytes")
+    return RungArm(
+        name=name,
+        label=one_line(tree["label"]),
+        non_embedding=count(tree["non_embedding"], f"non_embedding of {name}"),
+        total=count(tree["total"], f"total of {name}"),
+        flops_per_token=positive(tree["flops_per_token"], f"flops_per_token of {name}"),
+        losses={int(seed): positive(loss, f"a loss of {name}") for seed, loss in tree["losses"].items()},
+        unfinished=tuple(one_line(words) for words in tree["unfinished"]),
+        doubt=None if tree["doubt"] is None else one_line(tree["doubt"]),
+        tokens_per_s=None if speed is None else positive(speed, f"tokens_per_s of {name}"),
+        peak_memory_bytes=None if memory is None else count(memory, f"peak_memory_bytes of {name}"),
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from qurve.errors import BadInput, QurveError
 from qurve.runfolder import RunFolder
-from qurve.study.study_json import one_line, read_study
+from qurve.study.study_json import no_study, one_line, read_study
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -62,8 +62,10 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.is_study = (folder / "study.json").is_file()
+        self.is_study = os.path.lexists(folder / "study.json")
         if not self.is_study and not RunFolder(folder).is_begun():
+            if (folder / "rungs").is_dir():
+                raise BadInput(no_study(folder))
             raise BadInput(f"{folder} is neither a study nor a run: it has no study.json and no config.json")
         self._metrics: dict[Path, Metrics] = {}
 
