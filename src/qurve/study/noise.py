@@ -158,6 +158,8 @@ def known_evidence(content: bytes, source: str) -> Known:
     """What the content of an evidence file knows; `source` is what it is called."""
     with damage_named(source, f"give {WANTED}", "is no study's evidence"):
         tree = read_plain(content)
+        if isinstance(tree, dict) and "rungs" in tree:
+            raise BadInput("it is a ladder's, and each of its rungs a study")
         if not isinstance(tree, dict) or "rows" not in tree or not ("runs" in tree or "arms" in tree):
             raise BadInput("it has no rows with runs or arms")
         read = _of_runs if "runs" in tree else _of_arms

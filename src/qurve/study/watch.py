@@ -190,10 +190,6 @@ def status_json(states: list[State]) -> str:
     return json.dumps({"runs": [dataclasses.asdict(state) for state in states], "counts": counts(states)})
 
 
-LEAST_NAME = 25
-"""Columns that a run's name keeps beside a long reason, if it is as long."""
-
-
 def status_table(states: list[State]) -> Group:
     """How many runs there are of each kind, which a low terminal must not cut off, then one row a run.
 
@@ -204,9 +200,8 @@ def status_table(states: list[State]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    longest = max((len(state.run) for state in states), default=0)
-    table.add_column("run", overflow="fold", min_width=min(longest, LEAST_NAME))
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # 80 columns must not cost one of these
+    table.add_column("run", overflow="fold")
     table.add_column("status", overflow="fold")
     for title in ("step", "loss", "val\nloss", "tokens\n/s", "left", "last\nsign"):
         table.add_column(title, justify="right", no_wrap=True)
