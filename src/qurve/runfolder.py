@@ -165,7 +165,7 @@ class RunFolder:
         """One plain value a name, but for what tells of another run: `resumed` and `imported`."""
         tree = self._read(self.environment_file)
         for name, value in tree.items():
-            if name not in ("resumed", "imported") and not _is_fact(value):
+            if name not in ("resumed", "imported") and not is_fact(value):
                 raise BadInput(f"{self.environment_file} is damaged: {name!r} has the wrong type: {value!r:.40}")
         return tree
 
@@ -249,7 +249,8 @@ def _is_by_block(value: Any) -> bool:
     return isinstance(value, list) and all(each is None or _is_number(each) for each in value)
 
 
-def _is_fact(value: Any) -> bool:
+def is_fact(value: Any) -> bool:
+    """Whether a value can be told from others and written again: a text, a finite number, true, false or null."""
     return value is None or isinstance(value, bool | str) or (_is_number(value) and math.isfinite(value))
 
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurve.errors import BadInput
-from qurve.study.evidence import evidence_json
+from qurve.study.evidence import compact_evidence, evidence_json
 from qurve.study.noise import floor_of, known_from, noise_floor
+from qurve.study.pace import pace_of
 from qurve.study.results import load
 
 TWO = (BASELINE, arm("new", "New"))
@@ -84,9 +85,10 @@ def test_an_a_a_arm_is_noise_and_an_arm_at_the_baselines_point_is_another_questi
     finals = {("baseline", seed): 3.0 + seed / 10 for seed in (1, 2, 3)}
     finals |= {(n, seed): finals["baseline", seed] + of[seed - 1] for n, of in apart.items() for seed in (1, 2, 3)}
     folder = write_study(tmp_path / "study", (*TWO, twin, matched), finals=finals, search=False)
-    file = tmp_path / "evidence.json"
+    file, compact = tmp_path / "evidence.json", tmp_path / "compact.json"
     file.write_text(evidence_json(load(folder)))
-    for known in (known_from(folder), known_from(file)):
+    compact.write_text(json.dumps(compact_evidence(load(folder))))
+    for known in (known_from(folder), known_from(file), known_from(compact)):
         floor = known.floor
         assert ([one.arm for one in floor.arms], [one.arm for one in floor.a_a]) == (["new"], ["a-a"])
         assert floor.a_a[0].differences.value == pytest.approx(0.03)
@@ -110,6 +112,22 @@ def test_a_folder_and_its_evidence_know_the_same(tmp_path: Path):
         "a made-up processor",
     )
     assert kept.source == str(file)
+
+
+def test_compact_evidence_knows_what_its_folder_does_but_for_paths(tmp_path: Path):
+    folder = write_study(tmp_path / "study", fates={("mlp-4.75", 2): "diverged"})
+    file = tmp_path / "compact.json"
+    file.write_text(json.dumps(compact_evidence(load(folder))))
+    there, kept = known_from(folder), known_from(file)
+    assert (kept.floor, kept.speeds, kept.machine) == (there.floor, there.speeds, there.machine)
+    assert pace_of(kept).timed == pace_of(there).timed
+
+
+def test_the_committed_noise_floor_is_known_from_its_file():
+    known = known_from(Path(__file__).parents[2] / "results" / "noise-floor.json")
+    stored = json.loads(Path(known.source).read_text())["noise"]
+    assert known.floor.differences.value == pytest.approx(stored["differences"]["value"])
+    assert known.floor.base_loss == pytest.approx(stored["base_loss"])
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"rows": [{"arm": "a", "verdict": "x"}]}', '{"rows": 5}'])

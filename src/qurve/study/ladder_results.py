@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qurve.errors import BadInput
+from qurve.runfolder import is_fact
 from qurve.study.effects import Unknown, asked, costs, estimate, log_loss_gain, not_comparable, speeds_apart
 from qurve.study.paired import holm
 from qurve.study.power import LEAST_SEEDS
@@ -154,6 +155,9 @@ def load_ladder(place: Path) -> LadderResults:
 def _rung(item: dict[str, Any]) -> RungResults:
     name = one_line(item["name"])
     arms = {str(arm): _read_arm(str(arm), tree) for arm, tree in item["arms"].items()}
+    machine = dict(item["machine"])
+    if odd := [key for key, value in machine.items() if not is_fact(value)]:
+        raise ValueError(f"{odd[0]} of the machine of {name} = {machine[odd[0]]!r:.40}")
     return RungResults(
         name=name,
         n_layers=count(item["n_layers"], f"n_layers of {name}"),
@@ -162,7 +166,7 @@ def _rung(item: dict[str, Any]) -> RungResults:
         tokens=count(item["tokens"], f"tokens of {name}"),
         epochs=positive(item["epochs"], f"epochs of {name}"),
         arms=arms,
-        machine=dict(item["machine"]),
+        machine=machine,
         speeds_apart=positive(item.get("speeds_apart", 1.0), f"speeds_apart of {name}"),
     )
 

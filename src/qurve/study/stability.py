@@ -238,7 +238,7 @@ def ending_of(arm: Arm, run: Run) -> Ending:
 
 def _setting(arm: Arm, path: str) -> Any:
     if (value := arm.setting(path)) is None:
-        raise BadInput(f"the configuration of the arm {arm.name} has no {path}, by which a map is made")
+        raise BadInput(f"study.json: the configuration of the arm {arm.name} has no {path}, by which a map is made")
     return value
 
 

@@ -133,6 +133,10 @@ def check_study(tree: Any) -> None:
     """Raise `BadInput` for a tree that no reader would take: before it is written, too."""
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise BadInput(f"it is not a study of format {FORMAT}, which this version reads")
+    try:
+        json.dumps(tree, allow_nan=False)
+    except ValueError:
+        raise BadInput("it holds a number that is none: NaN or Infinity") from None
     for field, kind in (("name", str), ("arms", list), ("seeds", list)):
         if field not in tree:
             raise BadInput(f"the field {field!r} is missing")
