@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from fake_study import BASELINE, arm, write_study
+from fake_study import BASELINE, arm, config, write_study
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +84,8 @@ def test_an_a_a_arm_is_noise_and_an_arm_at_the_baselines_point_is_another_questi
     apart = {"new": (0.01, -0.01, 0.01), "a-a": (0.03, -0.03, 0.0), "new@baseline": (0.9, -0.9, 0.0)}
     finals = {("baseline", seed): 3.0 + seed / 10 for seed in (1, 2, 3)}
     finals |= {(n, seed): finals["baseline", seed] + of[seed - 1] for n, of in apart.items() for seed in (1, 2, 3)}
-    folder = write_study(tmp_path / "study", (*TWO, twin, matched), finals=finals, search=False)
+    other = arm("new", "New", config=config(train__lr=1e-3))
+    folder = write_study(tmp_path / "study", (BASELINE, other, twin, matched), finals=finals, search=False)
     file, compact = tmp_path / "evidence.json", tmp_path / "compact.json"
     file.write_text(evidence_json(load(folder)))
     compact.write_text(json.dumps(compact_evidence(load(folder))))

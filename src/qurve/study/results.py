@@ -269,12 +269,11 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
         matched=None if item.get("matched") is None else one_line(item["matched"]),
         seed_offset=item.get("seed_offset", 0),
     )
-    for path in ("train.lr", "train.min_lr", "train.weight_decay"):
-        if (value := arm.setting(path)) is not None:
+    for path in ("train.lr", "train.weight_decay", "train.min_lr"):
+        if (value := arm.setting(path)) is not None or path != "train.min_lr":
             number(value, f"{path} of {name}")
     for path in ("train.steps", "train.tokens_per_step"):
-        if (value := arm.setting(path)) is not None:
-            count(value, f"{path} of {name}")
+        count(arm.setting(path), f"{path} of {name}")
     return arm
 
 

@@ -223,8 +223,8 @@ def ending_of(arm: Arm, run: Run) -> Ending:
     """One run as it ended, under its own arm's name."""
     return Ending(
         arm=arm.name,
-        lr=_setting(arm, "train.lr"),
-        weight_decay=_setting(arm, "train.weight_decay"),
+        lr=arm.setting("train.lr"),
+        weight_decay=arm.setting("train.weight_decay"),
         seed=run.seed,
         status=run.status,
         step=run.step,
@@ -232,14 +232,8 @@ def ending_of(arm: Arm, run: Run) -> Ending:
         loss=run.final_loss,
         spikes=len(spikes(run.grad_norms)) if run.grad_norms else None,
         max_logit=run.max_logit,
-        schedule=_setting(arm, "train.steps"),
+        schedule=arm.setting("train.steps"),
     )
-
-
-def _setting(arm: Arm, path: str) -> Any:
-    if (value := arm.setting(path)) is None:
-        raise BadInput(f"study.json: the configuration of the arm {arm.name} has no {path}, by which a map is made")
-    return value
 
 
 def spikes(grad_norms: Sequence[float]) -> list[int]:
@@ -425,13 +419,13 @@ def _why(claim: Claim, map_: Map, cell: Cell) -> str:
 
 def judgements(results: StudyResults, maps: dict[str, Map]) -> list[Judgement]:
     """Every claim beside a study. The unit of rates is its baseline arm's."""
-    return [judge(claim, maps.get(claim.arm), _setting(results.baseline, "train.lr")) for claim in CLAIMS]
+    return [judge(claim, maps.get(claim.arm), results.baseline.setting("train.lr")) for claim in CLAIMS]
 
 
 def scale_of(results: StudyResults) -> str:
     """What the judgements hold for, in words."""
     base = results.baseline
-    steps, tokens = (_setting(base, f"train.{name}") for name in ("steps", "tokens_per_step"))
+    steps, tokens = (base.setting(f"train.{name}") for name in ("steps", "tokens_per_step"))
     return f"{base.non_embedding:,} non-embedding parameters, {steps:,} steps of {tokens:,} tokens"
 
 
@@ -447,7 +441,7 @@ def evidence(results: StudyResults) -> dict[str, Any]:
         "scale": scale_of(results),
         "note": NOTE,
         "seeds": list(results.seeds),
-        "base_rate": _setting(results.baseline, "train.lr"),
+        "base_rate": results.baseline.setting("train.lr"),
         "rules": {"worse_nats": WORSE, "spike": SPIKE, "spike_window": SPIKE_WINDOW, "near": NEAR},
         "maps": [_map_tree(map_) for map_ in maps.values()],
         "claims": [_claim_tree(judgement) for judgement in judgements(results, maps)],
