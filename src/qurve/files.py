@@ -54,6 +54,16 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def check_folders(place: Path, *names: str, option: str = "--out") -> None:
+    """Raise `BadInput` where `place`, or what it has by one of these names, is there and no folder.
+
+    `option` is the way out.
+    """
+    for path in (place, *(place / name for name in names)):
+        if os.path.lexists(path) and not path.is_dir():
+            raise BadInput(f"{path} is a file; give another {option}")
+
+
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

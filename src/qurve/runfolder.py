@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
+import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from qurve.config import LARGEST
 from qurve.errors import BadInput, did_you_mean
 from qurve.files import LOCK, remove, write_atomic
 
@@ -159,12 +162,17 @@ class RunFolder:
         return tree, str(tree.pop("hash", ""))
 
     def environment(self) -> dict[str, Any]:
-        return self._read(self.environment_file)
+        """One plain value a name, but for what tells of another run: `resumed` and `imported`."""
+        tree = self._read(self.environment_file)
+        for name, value in tree.items():
+            if name not in ("resumed", "imported") and not is_fact(value):
+                raise BadInput(f"{self.environment_file} is damaged: {name!r} has the wrong type: {value!r:.40}")
+        return tree
 
     def status(self) -> dict[str, Any]:
         """`{"status", "step", "why", …}`, checked."""
         tree = self._read(self.status_file)
-        if tree.get("status") not in typing.get_args(Status) or not isinstance(tree.get("step"), int):
+        if tree.get("status") not in typing.get_args(Status) or not _is_count(tree.get("step")):
             raise BadInput(f"{self.status_file} is damaged: it holds no status with a step")
         return {"why": "", **tree}
 
@@ -224,22 +232,50 @@ class RunFolder:
         return tree
 
 
-TRAINING = {
-    "step": int,
-    "loss": float,
-    "lr": float,
-    "grad_norm": float,
-    "tokens": int,
-    "seconds": float,
-    "batch_sha": str,
+def _is_number(value: Any) -> bool:
+    """A float, or a whole number that one can be made of."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_by_block(value: Any) -> bool:
+    return isinstance(value, list) and all(each is None or _is_number(each) for each in value)
+
+
+def is_fact(value: Any) -> bool:
+    """Whether a value can be told from others and written again: a text, a finite number, true, false or null."""
+    return value is None or isinstance(value, bool | str) or (_is_number(value) and math.isfinite(value))
+
+
+TRAINING: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "loss": _is_number,
+    "lr": _is_number,
+    "grad_norm": _is_number,
+    "tokens": _is_count,
+    "seconds": _is_number,
+    "batch_sha": _is_text,
 }
-EVALUATION = {"step": int, "split": str, "loss": float, "tokens": int}
+EVALUATION: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "split": _is_text,
+    "loss": _is_number,
+    "tokens": _is_count,
+}
+MORE: dict[str, Callable[[Any], bool]] = {"max_logit": _is_by_block}
+"""What not every line has, and others reckon with."""
 
 
 def _is_metrics_line(entry: Any) -> bool:
-    """Whether every field of a training or evaluation line is there, and of its type."""
+    """Whether every field of a training or evaluation line is there, and what it can be."""
     if not isinstance(entry, dict):
         return False
-    wanted = EVALUATION if "split" in entry else TRAINING
-    kinds = {name: (int, float) if kind is float else kind for name, kind in wanted.items()}
-    return all(isinstance(entry.get(name), kind) and entry[name] is not True for name, kind in kinds.items())
+    wanted = {**(EVALUATION if "split" in entry else TRAINING), **{key: MORE[key] for key in MORE if key in entry}}
+    return all(name in entry and is_right(entry[name]) for name, is_right in wanted.items())

@@ -234,6 +234,8 @@ def test_report_sets_another_study_beside(study: Path, tmp_path: Path) -> None:
     done = call("report", study, "--against", study, "--json")
     assert done.code == 0, done.err
     assert (study / "report" / "report.md").read_text().count("the same loss (3 seeds)") == 2
+    assert [pair["in_words"] for pair in done.json["against"]] == 2 * ["the same loss (3 seeds)"]
+    assert "Wide: the same loss (3 seeds)." in words(call("report", study, "--against", study).out)
     refused = call("report", study, "--against", tmp_path)
     assert refused.code == 2
     assert "is not a study folder" in refused.err
@@ -273,6 +275,45 @@ def test_what_a_comparison_cannot_be_given_is_refused(
     assert not (tmp_path / "study").exists()
 
 
+LONG = "a" * 300
+IN_THE_WAY = {
+    "a pool that is a file": (
+        ("compare", "small", "--pool", "{file}", "--out", "{new}"),
+        "is a file; give another --pool",
+    ),
+    "a ladder's pool": (("study", "ladder", "--pool", "{file}", "--out", "{new}"), "is a file; give another --pool"),
+    "a plan's pool": (("study", "plan", "--pool", "{file}"), "is a file; give another --pool"),
+    "looks that are a folder": (("compare", "small", "--pool", "{looks}", "--out", "{new}"), "looks.jsonl is a folder"),
+    **{
+        f"{name} that is a file": ((*command, "--out", f"{{{name}}}"), f"{name} is a file; give another --out")
+        for name in ("definition", "runs", "rungs")
+        for command in ((("study", "ladder"),) if name == "rungs" else (("compare", "small"),))
+    },
+    "a study that is a folder": (("compare", "small", "--out", "{study}"), "study.json cannot be read"),
+    "a long study": (("report", LONG), "no file can have so long a name"),
+    "a long file": (("study", "plan", f"{LONG}.py"), "no file can have so long a name"),
+    "a long --out": (("compare", "small", "--out", LONG), "no file can have so long a name"),
+    "a long --from": (("study", "plan", "--from", LONG), "no file can have so long a name"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_what_lies_in_the_way_is_refused_and_nothing_made(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    places = {name: tmp_path / name for name in ("file", "looks", "study", "definition", "runs", "rungs")}
+    for name in ("definition", "runs", "rungs"):
+        places[name].mkdir()
+        (places[name] / name).write_text("")
+    places["file"].write_text("")
+    for name, inside in (("looks", "looks.jsonl"), ("study", "study.json")):
+        (places[name] / inside).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    refused = call(*(word.format(**places, new=tmp_path / "new") for word in arguments))
+    assert (refused.code, refused.out, said in words(refused.err)) == (2, "", True), refused.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_status_of_a_study_names_every_run_and_touches_nothing(study: Path) -> None:
     RunFolder(study / "runs" / "wide" / "seed-2").set_status("failed", step=1, why="planted [red]")
     shutil.rmtree(study / "runs" / "wide" / "seed-3")
@@ -304,6 +345,7 @@ def test_a_study_is_planned_from_what_another_found(study_file: Path, study: Pat
     assert f"you need n = {plan['seeds_needed']:,} seeds" in told
     alone = words(call("study", "plan", study_file).out)
     assert "No noise figure is known" in alone
+    assert f"qurve compare {study_file} --seeds 3 --out DIR".replace(" ", "") in alone.replace(" ", "")
     assert "An estimate: " in alone
     assert "of what a matrix product reaches on this machine" in alone
     assert snapshot(tmp_path) == before

@@ -346,6 +346,19 @@ def test_a_file_that_ends_the_process_is_named(tmp_path: Path) -> None:
         load_study(str(tmp_path / "study.py"))
 
 
+@pytest.mark.parametrize("raised", ["GeneratorExit", "type('Own', (BaseException,), {})"])
+def test_a_file_that_raises_what_is_no_exception_is_named(raised: str, tmp_path: Path) -> None:
+    (tmp_path / "study.py").write_text(f"raise {raised}")
+    with pytest.raises(BadInput, match=r"study\.py cannot be run: (GeneratorExit|Own)"):
+        load_study(str(tmp_path / "study.py"))
+
+
+def test_an_interrupt_while_a_file_is_run_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "study.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_study(str(tmp_path / "study.py"))
+
+
 def test_studies_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_study("small").name = "other"  # type: ignore[misc]

@@ -187,7 +187,7 @@ def test_a_damaged_file_is_named(results: StudyResults):
     assert found.to_json() == good.to_json()
     for change in ({"format": 2}, {"runs": [{}]}, {"runs": 3}):
         (results.folder / FILE).write_text(json.dumps({**good.to_json(), **change}))
-        with pytest.raises(BadInput, match=r"evaluation.json is damaged .* remove it"):
+        with pytest.raises(BadInput, match=r"evaluation.json is damaged: .*; remove it"):
             load_evaluation(results)
     store(results, answered({**BITS, ("baseline", 1): "1102"}, "quiz"))
     with pytest.raises(BadInput, match="answers are no row of 0 and 1"):

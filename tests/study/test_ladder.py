@@ -283,6 +283,27 @@ def test_another_ladders_folder_is_refused(made: tuple[Path, LadderResults], dat
         run_ladder(other, tmp_path, data, command="", say=lambda text: None)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}'])
+def test_a_damaged_ladder_is_written_anew_by_the_call_that_its_message_names(
+    content: str, made: tuple[Path, LadderResults], data: TokenData, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made[0], tmp_path / "ladder"))
+    (folder / FILE).write_text(content)
+    with pytest.raises(BadInput, match="restore it, or repeat the `qurve study ladder` that wrote it"):
+        load_ladder(folder)
+    other = dataclasses.replace(tiny_ladder(), rungs=tiny_ladder().rungs[:1])
+    with pytest.raises(BadInput, match=r"ladder\.json is damaged, and .* no rung of the ladder 'tiny'; give another"):
+        run_ladder(other, folder, data, command="", say=lambda text: None)
+    found, failed = run_ladder(tiny_ladder(), folder, data, command="", say=lambda text: None, workers=1)
+    assert (found.rungs, failed) == (made[1].rungs, {})
+
+
+def test_a_folder_in_the_place_of_a_ladders_file_is_refused(data: TokenData, tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(BadInput, match=r"ladder\.json is a folder; remove it, or give another --out"):
+        run_ladder(tiny_ladder(), tmp_path, data, command="", say=lambda text: None)
+
+
 def test_a_rung_that_cannot_be_trained_is_refused_before_any_is(data: TokenData, tmp_path: Path) -> None:
     def bad(config: RunConfig) -> RunConfig:
         return apply_settings(

@@ -407,7 +407,7 @@ def test_two_rungs_of_one_size_are_no_series() -> None:
         (lambda tree: tree.update(format=2), "not a ladder of format 1"),
         (lambda tree: tree["rungs"][0]["arms"].pop("baseline"), "a rung lacks the baseline 'baseline'"),
         (lambda tree: tree["rungs"][0]["arms"]["new"]["losses"].update({"1": -1}), "no number above zero"),
-        (lambda tree: tree["rungs"][0].update(tokens="many"), "invalid literal"),
+        (lambda tree: tree["rungs"][0].update(tokens="many"), "tokens of 1x32@20 = 'many', no whole number from 1 on"),
         (lambda tree: tree.update(rungs=7), "not iterable"),
     ],
 )

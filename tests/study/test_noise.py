@@ -7,13 +7,14 @@ import statistics
 from pathlib import Path
 
 import pytest
-from fake_study import BASELINE, arm, write_study
+from fake_study import BASELINE, arm, config, write_study
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qurve.errors import BadInput
-from qurve.study.evidence import evidence_json
+from qurve.study.evidence import compact_evidence, evidence_json
 from qurve.study.noise import floor_of, known_from, noise_floor
+from qurve.study.pace import pace_of
 from qurve.study.results import load
 
 TWO = (BASELINE, arm("new", "New"))
@@ -86,10 +87,12 @@ def test_an_a_a_arm_is_noise_and_an_arm_at_the_baselines_point_is_another_questi
     apart = {"new": (0.01, -0.01, 0.01), "a-a": (0.03, -0.03, 0.0), "new@baseline": (0.9, -0.9, 0.0)}
     finals = {("baseline", seed): 3.0 + seed / 10 for seed in (1, 2, 3)}
     finals |= {(n, seed): finals["baseline", seed] + of[seed - 1] for n, of in apart.items() for seed in (1, 2, 3)}
-    folder = write_study(tmp_path / "study", (*TWO, twin, matched), finals=finals)
-    file = tmp_path / "evidence.json"
+    other = arm("new", "New", config=config(train__lr=1e-3))
+    folder = write_study(tmp_path / "study", (BASELINE, other, twin, matched), finals=finals)
+    file, compact = tmp_path / "evidence.json", tmp_path / "compact.json"
     file.write_text(evidence_json(load(folder)))
-    for known in (known_from(folder), known_from(file)):
+    compact.write_text(json.dumps(compact_evidence(load(folder))))
+    for known in (known_from(folder), known_from(file), known_from(compact)):
         floor = known.floor
         assert ([one.arm for one in floor.arms], [one.arm for one in floor.a_a]) == (["new"], ["a-a"])
         assert floor.a_a[0].differences.value == pytest.approx(0.03)
@@ -115,6 +118,22 @@ def test_a_folder_and_its_evidence_know_the_same(tmp_path: Path):
     assert kept.source == str(file)
 
 
+def test_compact_evidence_knows_what_its_folder_does_but_for_paths(tmp_path: Path):
+    folder = write_study(tmp_path / "study", fates={("mlp-4.75", 2): "diverged"})
+    file = tmp_path / "compact.json"
+    file.write_text(json.dumps(compact_evidence(load(folder))))
+    there, kept = known_from(folder), known_from(file)
+    assert (kept.floor, kept.speeds, kept.machine) == (there.floor, there.speeds, there.machine)
+    assert pace_of(kept).timed == pace_of(there).timed
+
+
+def test_the_committed_noise_floor_is_known_from_its_file():
+    known = known_from(Path(__file__).parents[2] / "results" / "noise-floor.json")
+    stored = json.loads(Path(known.source).read_text())["noise"]
+    assert known.floor.differences.value == pytest.approx(stored["differences"]["value"])
+    assert known.floor.base_loss == pytest.approx(stored["base_loss"])
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"rows": [{"arm": "a", "verdict": "x"}]}', '{"rows": 5}'])
 def test_what_is_no_evidence_is_refused(tmp_path: Path, damage: str):
     file = tmp_path / "evidence.json"
@@ -133,5 +152,7 @@ def test_evidence_whose_runs_are_not_finite_numbers_is_refused_or_left_out(tmp_p
     assert known_from(file).floor.baseline.n == 2
     tree["runs"][0]["val"] = []
     file.write_text(json.dumps(tree))
-    with pytest.raises(BadInput, match="IndexError"):
+    with pytest.raises(
+        BadInput, match=r"evidence\.json is no study's evidence: .*list index out of range.*; give a study's folder"
+    ):
         known_from(file)

@@ -154,6 +154,17 @@ def test_without_a_noise_figure_it_says_how_to_get_one():
         assert "qurve compare tiny --seeds 3 --out DIR" in plan_sentences(plan)[-1]
 
 
+def test_what_is_to_be_made_first_is_called_as_it_was_given():
+    told = plan_sentences(make_plan(STUDY, 0.01, None, call="my.py --set train.lr=1"))
+    assert "qurve compare my.py --set train.lr=1 --seeds 3 --out DIR" in told[-1]
+
+
+def test_a_configuration_that_is_none_is_named_with_its_place():
+    odd = dataclasses.replace(KNOWN, config={"train": {"lr": "x"}})
+    with pytest.raises(BadInput, match=r"there: the baseline's configuration is none that is known here: train\.lr"):
+        make_plan(STUDY, 0.01, odd)
+
+
 def test_noise_of_another_size_is_marked_and_its_speed_is_no_speed_of_this():
     other = to_dict(apply_settings(TINY, ["model.n_layers=1", "train.seed=7"]))
     plan = make_plan(STUDY, 0.01, dataclasses.replace(KNOWN, config=other, configs={"one": other}))

@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_study import STEPS, write_study
+from fake_study import BASELINE, STEPS, write_study
 from rich.console import Console
 
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 from qurve.study import watch
+from qurve.study.results import load
 from qurve.study.watch import Metrics, State, Watched, counts, goes_on, status_json, status_table
 
 FATES = {
@@ -120,6 +121,25 @@ def test_the_table_fits_80_columns_and_shows_hostile_reasons_as_they_are(tmp_pat
     assert "…" not in text
     assert f"140/{STEPS}" in text
     assert "1 finished, 1 running, 1 diverged, 1 failed, 1 stopped, 1 waiting" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["baseline, seed 1", "res-gelu-wd005@lr=0.0012+min_lr=0.00012, seed 101"])
+@pytest.mark.parametrize("silent", [False, True])
+def test_large_numbers_cost_no_column_its_end(name: str, silent: bool) -> None:
+    large = {"tokens_per_s": 1_234_567.0, "seconds_left": 7100.0, "seconds_since_sign": 110.0}
+    state = State(name, "running", "", 59_999, 60_000, 2.9441, 3.1234, **large, silent=silent)
+    text = printed([state], 80)
+    (row,) = (line for line in text.splitlines() if "59,999/60,000" in line)
+    assert row.split()[-7:] == ["2.9441", "3.1234", "1,234,567", "118", "min", "110", "s"]
+
+
+def test_a_ladder_points_to_its_rungs(tmp_path: Path) -> None:
+    for rung in ("a", "b"):
+        write_study(tmp_path / "rungs" / rung, (BASELINE,), seeds=(1,), search=False, steps=2)
+    with pytest.raises(BadInput, match=f"is a ladder, and each of its rungs a study: give {tmp_path}/rungs/a or "):
+        Watched(tmp_path)
+    with pytest.raises(BadInput, match=f"give {tmp_path}/rungs/a or {tmp_path}/rungs/b"):
+        load(tmp_path)
 
 
 def test_a_search_fits_80_columns(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -18,7 +19,7 @@ from qurve.cli.generating import generate
 from qurve.cli.preparing import prepare
 from qurve.cli.runs import plan, presets, train
 from qurve.cli.studies import compare, report, study, watch
-from qurve.errors import EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, Stopped, did_you_mean
+from qurve.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, BadInput, QurveError, Stopped, did_you_mean
 
 DESCRIPTION = """\
 qurve: nonlinear query projections in transformers, and a fair referee for architecture claims.
@@ -102,7 +103,15 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:  # the reader of a pipe is gone: nothing more to say
         sys.stderr.close()
         return EXIT_FAILED
-    except OSError as error:  # a full disk, a name too long, no permission: the system's words say it
+    except OSError as error:  # a full disk, no permission: the system's words say it
+        if error.errno == errno.ENAMETOOLONG:
+            errors.print(
+                f"qurve: error: no file can have so long a name: {error.filename!s:.60}…; give a shorter one",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+            return EXIT_BAD_INPUT
         errors.print(f"qurve: error: {error}", markup=False, highlight=False, soft_wrap=True)
         return EXIT_FAILED
     except KeyboardInterrupt:

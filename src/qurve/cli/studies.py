@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +18,7 @@ from tyro.extras import SubcommandApp
 
 from qurve.cli.shared import Data, Device, Json, Settings, at_least, console_for, data_in, given, option, plain
 from qurve.errors import EXIT_FAILED, BadInput
-from qurve.files import LOCK
+from qurve.files import LOCK, check_folders
 
 if TYPE_CHECKING:
     from qurve.study.ladder_results import LadderResults
@@ -74,6 +76,7 @@ def compare(
     from qurve.study.definition import grid_study, load_study
     from qurve.study.execute import run_study
     from qurve.study.on_ray import Cluster
+    from qurve.study.pool import check_pool
 
     flags = given(steps=steps, device=device)
     chosen = grid_study(study, grid, settings).change(**flags) if grid else load_study(study).change(settings, **flags)
@@ -93,6 +96,8 @@ def compare(
     cluster = None if ray is None else Cluster(ray, **share)
     folder = out or Path("runs") / chosen.name
     _refuse_foreign_study(folder)
+    if pool is not None:
+        check_pool(pool)
     config = chosen.arms[0].config.data
     if data is not None:
         config = dataclasses.replace(config, path=str(data))
@@ -192,6 +197,7 @@ def study_plan(
         plan_ladder,
         plan_table,
     )
+    from qurve.study.pool import check_pool
 
     wanted, fraction = load_planned(study).change(settings), parse_effect(effect)
     knowledge, made = built_in_knowledge(study) if known is None else known_from(known), None
@@ -205,10 +211,12 @@ def study_plan(
     if data is not None and pool is None:
         raise BadInput("--data tells one run from another in a pool: it belongs to --pool")
     if pool is not None:
+        check_pool(pool)
         config = dataclasses.replace(wanted.arms[0].config.data, **given(path=None if data is None else str(data)))
         with tempfile.TemporaryDirectory() as folder, data_in(Path(folder), config) as opened:
             made = made_already(wanted, opened, pool)
-    plan = make_plan(wanted, fraction, knowledge, made, pace or pace_here(wanted.arms[0].config))
+    call = shlex.join([study, *(word for setting in settings for word in ("--set", setting))])
+    plan = make_plan(wanted, fraction, knowledge, made, pace or pace_here(wanted.arms[0].config), call)
     if as_json:
         print(json.dumps(plan))
     else:
@@ -282,13 +290,16 @@ def study_ladder(
     """
     from qurve.study.ladder import load_definition, refuse_foreign, run_ladder
     from qurve.study.ladder_results import FILE
+    from qurve.study.pool import check_pool
     from qurve.study.report import write_report
 
     wanted = load_definition(ladder).change(settings)
     if workers is not None:
         at_least("--workers", workers, 1)
     folder = out or Path("runs") / f"ladder-{wanted.name}"
-    refuse_foreign(folder, wanted.name)
+    refuse_foreign(folder, wanted)
+    if pool is not None:
+        check_pool(pool)
     config = wanted.rungs[0].study.arms[0].config.data
     if data is not None:
         config = dataclasses.replace(config, path=str(data))
@@ -313,14 +324,20 @@ def study_ladder(
 
 
 def _refuse_foreign_study(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"{folder} is a file; give another --out")
+    from qurve.study.source import FOLDER as DEFINITION
+    from qurve.study.study_json import read_study
+
+    check_folders(folder, "runs", "search", DEFINITION)
+    if os.path.lexists(folder / "study.json"):
+        read_study(folder / "study.json")  # refuses a damaged one
     found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
     if found and not found & {"study.json", "data", LOCK}:
         raise BadInput(f"{folder} holds something that is not a study; give another --out")
 
 
 def _show_report(folder: Path, console: Console, as_json: bool, against: Path | None = None) -> None:
+    from qurve.study.against import against as differences
+    from qurve.study.against import against_lines
     from qurve.study.headline import reservations
     from qurve.study.ladder_results import FILE as LADDER
     from qurve.study.ladder_results import load_ladder
@@ -337,10 +354,17 @@ def _show_report(folder: Path, console: Console, as_json: bool, against: Path | 
     console.print(terminal_table(results))
     doubts = reservations(results)
     _show_doubts(doubts, console)
+    compared = {}
+    if against is not None:
+        other = load(against)
+        pairs = differences(results, other)
+        compared = {"against": [dataclasses.asdict(pair) for pair in pairs]}
+        for line in against_lines(other, pairs):
+            console.print(line, markup=False, highlight=False)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         found = {"rows": summary_rows(results), "verdict": overall_verdict(results), "doubts": doubts}
-        print(json.dumps({**found, "report": str(page)}))
+        print(json.dumps({**found, "report": str(page), **compared}))
 
 
 def _show_doubts(doubts: list[str], console: Console) -> None:

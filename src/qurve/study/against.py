@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,15 @@ def against(results: StudyResults, other: StudyResults) -> list[Pairing]:
         reasons = "; ".join(dict.fromkeys(f"{pair.arm}: {pair.refused}" for pair in found))
         raise BadInput(f"{results.folder} cannot be compared with {other.folder}: {reasons}")
     return _judged(found, shared, max(len(results.looks), len(other.looks)))
+
+
+def against_lines(other: StudyResults, pairs: Sequence[Pairing]) -> list[str]:
+    """What is said of each arm beside itself in the other study, with the settings that differ; for a terminal."""
+    found = []
+    for pair in pairs:
+        changes = "; ".join(f"{path} {there} → {here}" for path, (there, here) in pair.changed_in_words.items())
+        found.append(f"Against {other.name}, {pair.label}: {pair.in_words}{changes and f' ({changes})'}.")
+    return found
 
 
 def _pair(arm: Arm, there: Arm, data: list[set[str]], splits: list[str], looked: str) -> Pairing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,10 +26,10 @@ class Range:
     log: bool = True
 
     def __post_init__(self) -> None:
-        if not (is_number(self.low) and is_number(self.high)):
-            raise BadInput(f"a range goes from a number to a larger one, not from {self.low!r} to {self.high!r}")
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise BadInput(f"a range goes from a number to a larger one, not from {self.low} to {self.high}")
+        if not (is_finite(self.low) and is_finite(self.high) and self.low < self.high):
+            raise BadInput(
+                f"a range goes from a number to a larger one, not from {self.low!r:.40} to {self.high!r:.40}"
+            )
         if self.log and self.low <= 0:
             raise BadInput(f"a logarithmic range begins above 0, not at {self.low}; or take log=False")
 
@@ -74,6 +75,11 @@ def is_near_end(axis: str, values: Range, value: float) -> bool:
 
 def is_number(value: Value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: Value) -> bool:
+    """Whether it is a number that a float can be."""
+    return is_number(value) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def rounded(value: float, digits: int = DIGITS) -> float:

@@ -21,7 +21,6 @@ from qurve.study.stability import (
     State,
     endings_of,
     maps_of,
-    setting_of,
 )
 
 NEAR = 1.1
@@ -210,13 +209,13 @@ def _why(claim: Claim, map_: Map, cell: Cell) -> str:
 
 def judgements(results: StudyResults, maps: dict[str, Map]) -> list[Judgement]:
     """Every claim beside a study. The unit of rates is its baseline arm's."""
-    return [judge(claim, maps.get(claim.arm), setting_of(results.baseline, "train.lr")) for claim in CLAIMS]
+    return [judge(claim, maps.get(claim.arm), results.baseline.setting("train.lr")) for claim in CLAIMS]
 
 
 def scale_of(results: StudyResults) -> str:
     """What the judgements hold for, in words."""
     base = results.baseline
-    steps, tokens = (setting_of(base, f"train.{name}") for name in ("steps", "tokens_per_step"))
+    steps, tokens = (base.setting(f"train.{name}") for name in ("steps", "tokens_per_step"))
     return f"{base.non_embedding:,} non-embedding parameters, {steps:,} steps of {tokens:,} tokens"
 
 
@@ -232,7 +231,7 @@ def evidence(results: StudyResults) -> dict[str, Any]:
         "scale": scale_of(results),
         "note": NOTE,
         "seeds": list(results.seeds),
-        "base_rate": setting_of(results.baseline, "train.lr"),
+        "base_rate": results.baseline.setting("train.lr"),
         "rules": {"worse_nats": WORSE, "spike": SPIKE, "spike_window": SPIKE_WINDOW, "near": NEAR},
         "maps": [_map_tree(map_) for map_ in maps.values()],
         "claims": [_claim_tree(judgement) for judgement in judgements(results, maps)],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qurve import accounting, plugins, presets
-from qurve.config import apply_settings, content_hash, differences, to_dict
+from qurve.config import LARGEST, apply_settings, content_hash, differences, to_dict
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.presets import zoo
 from qurve.study.looks import NOTHING_SEEN, Seen
@@ -130,7 +130,7 @@ class Study:
         elif self.search is not None:
             try:
                 found = read_evidence(self.search)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
                 what = f"{type(error).__name__}: {error}"
                 raise BadInput(
                     f"study {self.name}: search is neither a Search nor the evidence of one ({what})"
@@ -165,8 +165,9 @@ class Study:
         check_arm_name(self.name, "a study's")
         for name, least in (("seeds", 0), ("looks", 1)):
             values = getattr(self, name)
-            if not isinstance(values, list | tuple) or any(type(value) is not int or value < least for value in values):
-                raise BadInput(f"study {self.name}: {name} are whole numbers from {least}, not {values!r}")
+            is_list = isinstance(values, list | tuple)
+            if not is_list or any(type(value) is not int or not least <= value <= LARGEST for value in values):
+                raise BadInput(f"study {self.name}: {name} are whole numbers from {least}, not {values!r:.80}")
         if not isinstance(self.title, str) or not all(isinstance(arm, Arm) for arm in self.arms):
             raise BadInput(f"study {self.name}: its title is a text, and each of its arms an Arm")
 
@@ -353,7 +354,9 @@ def defined(name: str, kind: type[Kind], built_in: Mapping[str, Callable[[], Kin
         raise
     except SystemExit as error:
         raise BadInput(f"{name} cannot be run: it ends the process (sys.exit({error.code!r}))") from None
-    except Exception as error:  # anything can go wrong in a file that somebody wrote
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # anything can go wrong in a file that somebody wrote
         raise BadInput(f"{name} cannot be run: {type(error).__name__}: {error}") from error
     if not isinstance(found, kind):
         raise BadInput(f"{name} does not expose a qurve {what} as {what.upper()}")

@@ -30,6 +30,7 @@ from qurve.study.provenance import folder_of
 from qurve.study.results import Arm, StudyResults
 from qurve.study.same_run import NAMED
 from qurve.study.statistics import comparisons, level_of
+from qurve.study.study_json import damage_named, number, one_line, read_plain
 from qurve.study.tables import NONE, chance, plain, signed
 from qurve.study.worth import Table
 
@@ -143,26 +144,23 @@ def load_evaluation(results: StudyResults) -> StudyEvaluation | None:
     Answers of another checkpoint than the one that a finished run ends with now are left out, and it is said so.
     """
     file = results.folder / FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+    with damage_named(file, "remove it and evaluate the study again"):
+        tree = read_plain(file.read_bytes())
         if tree["format"] != FORMAT:
-            raise ValueError(f"format {tree['format']!r}, not {FORMAT}")
+            raise BadInput(f"format {tree['format']!r}, not {FORMAT}")
         runs = [
             RunEvaluation(
                 str(run["arm"]),
                 int(run["seed"]),
                 str(run["checkpoint"]),
-                {str(name): _checked(Answers(**answers)) for name, answers in run["tasks"].items()},
+                {one_line(name): _read_answers(answers) for name, answers in run["tasks"].items()},
             )
             for run in tree["runs"]
         ]
-        return _of_now(results, StudyEvaluation(str(tree["precision"]), tuple(runs)))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadInput(
-            f"{file} is damaged ({type(error).__name__}: {error}); remove it and evaluate the study again"
-        ) from None
+        kept = StudyEvaluation(str(tree["precision"]), tuple(runs))
+    return _of_now(results, kept)
 
 
 def _of_now(results: StudyResults, evaluation: StudyEvaluation) -> StudyEvaluation:
@@ -196,10 +194,16 @@ def _mark(checkpoint: Path) -> str:
     return f"{checkpoint.name} {sha256_of(checkpoint / MANIFEST)}"
 
 
-def _checked(answers: Answers) -> Answers:
+def _read_answers(tree: dict[str, Any]) -> Answers:
+    answers = Answers(**tree)
+    if not isinstance(answers.sha256, str):
+        raise BadInput(f"{answers.sha256!r} is no digest of the items")
+    if answers.chance is not None:
+        number(answers.chance, "chance", 0)
     for bits in (answers.correct, answers.correct_norm):
-        if bits is not None and (not bits or set(bits) - {"0", "1"} or len(bits) != len(answers.correct)):
-            raise ValueError("answers are no row of 0 and 1")
+        is_row = isinstance(bits, str) and bits and not set(bits) - {"0", "1"} and len(bits) == len(answers.correct)
+        if not is_row and (bits is not None or bits is answers.correct):
+            raise BadInput("answers are no row of 0 and 1")
     return answers
 
 

@@ -61,8 +61,8 @@ def compact_evidence(results: StudyResults) -> dict[str, Any]:
     """The same without the curves, for studies of many arms: where it comes from, rows, doubts, the report's tables of
     useful units and costs, and of every arm what it changes and each seed's last losses (null where the run did not
     finish; `unfinished` says why)."""
-    from qurve.study.headline import reservations
     from qurve.study.claims import scale_of  # which takes numpy along
+    from qurve.study.headline import reservations
     from qurve.study.worth import costs_table, gains_table, savings_table
 
     beside = (gains_table(results), savings_table(results), costs_table(results))

@@ -14,15 +14,16 @@ from typing import Any, Protocol
 
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput, Busy, QurveError
-from qurve.files import claimed, write_atomic
+from qurve.files import check_folders, claimed, write_atomic
 from qurve.runfolder import RunFolder, Status
 from qurve.study.definition import Study
 from qurve.study.jobs import Job, Outcome, is_made, jobs_of, scored, seen_before, trial_jobs
 from qurve.study.local import LocalWorkers
 from qurve.study.on_ray import Cluster, RayWorkers
-from qurve.study.pool import in_pool, link, look_again
+from qurve.study.pool import check_pool, in_pool, link, look_again
 from qurve.study.search import Score, Search, bound, planned, trials
 from qurve.study.searched import evidence
+from qurve.study.source import FOLDER as DEFINITION
 from qurve.study.source import keep
 from qurve.train.config import RunConfig
 
@@ -193,6 +194,9 @@ def _making(
     pool: Path | None,
     say: Say,
 ) -> Iterator[_Making]:
+    check_folders(folder, "runs", "search", DEFINITION)
+    if pool is not None:
+        check_pool(pool)
     n_runs = len(study.arms) * len(study.seeds)
     if isinstance(study.search, Search):
         n_runs = max(n_runs, len(trials(study.search, study.configs, ())))

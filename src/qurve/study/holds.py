@@ -18,7 +18,6 @@ from qurve.study.stability import (
     Cell,
     Ending,
     Map,
-    Verdict,
     architecture,
     ending_of,
     endings_of,

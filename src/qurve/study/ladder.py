@@ -19,13 +19,15 @@ from typing import Any
 from qurve import accounting, presets
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput, did_you_mean
-from qurve.files import write_atomic
+from qurve.files import check_folders, write_atomic
 from qurve.study.definition import LABELS, Arm, Study, defined
 from qurve.study.execute import Say, run_study
 from qurve.study.jobs import resolved
 from qurve.study.ladder_results import FILE, LadderResults, load_ladder, measured, to_json
+from qurve.study.pool import check_pool
 from qurve.study.source import FOLDER as DEFINITION
 from qurve.study.source import keep, kept
+from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
 
 TOKENS_PER_PARAMETER = 20.0
@@ -185,8 +187,10 @@ def run_ladder(
     `BadInput`, before anything is made, when the folder holds another ladder or some rung cannot be trained on this
     machine (on a cluster: when its turn comes).
     """
-    refuse_foreign(folder, wanted.name)
+    refuse_foreign(folder, wanted)
     earlier = earlier_rungs(wanted, folder)
+    if (pool := options.get("pool")) is not None:
+        check_pool(pool)
     if options.get("cluster") is None:
         resolved([arm.config for rung in wanted.rungs for arm in rung.study.arms], 1, str(data.folder))
     if definition is not None:
@@ -205,13 +209,29 @@ def rung_path(folder: Path, rung: str) -> Path:
     return folder / "rungs" / rung
 
 
-def refuse_foreign(folder: Path, name: str) -> None:
-    """Raise `BadInput` for a folder that holds another ladder, or something else."""
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"{folder} is a file; give another --out")
+def refuse_foreign(folder: Path, wanted: Ladder) -> None:
+    """Raise `BadInput` for a folder that holds another ladder, or something else.
+
+    A damaged `ladder.json` is no hindrance, it is written anew: whose it was, its rungs' studies say as well.
+    """
+    check_folders(folder, "data", "rungs", "report", DEFINITION)
+    file = folder / FILE
+    if file.is_dir():
+        raise BadInput(f"{file} is a folder; remove it, or give another --out")
+    try:
+        there = load_ladder(folder).name if file.exists() else wanted.name
+    except BadInput:
+        studies = {rung.name: rung.study.name for rung in wanted.rungs}
+        for rung in sorted(folder.glob("rungs/*/study.json")):
+            if (name := read_study(rung)["name"]) != studies.get(rung.parent.name):
+                raise BadInput(
+                    f"{file} is damaged, and {rung.parent} holds the study {name!r}, no rung of the ladder "
+                    f"{wanted.name!r}; give another --out"
+                ) from None
+    else:
+        if there != wanted.name:
+            raise BadInput(f"{folder} holds the ladder {there!r}; give another --out")
     found = {entry.name for entry in folder.iterdir()} if folder.exists() else set()
-    if FILE in found and (there := load_ladder(folder).name) != name:
-        raise BadInput(f"{folder} holds the ladder {there!r}; give another --out")
     if found - {"data", "rungs", "report", FILE, DEFINITION}:
         raise BadInput(f"{folder} holds something that is not a ladder; give another --out")
 
@@ -220,8 +240,11 @@ def earlier_rungs(wanted: Ladder, folder: Path) -> tuple[tuple[str, ...], ...]:
     """The sets of rungs that this ladder was run with before, by its `ladder.json` and the rungs that lie there."""
     found: tuple[tuple[str, ...], ...] = ()
     now = {rung.name for rung in wanted.rungs}
-    if (folder / FILE).is_file():
-        before = load_ladder(folder)
+    try:
+        before = load_ladder(folder) if (folder / FILE).is_file() else None
+    except BadInput:  # it is written anew (`refuse_foreign`), and its rungs still lie there
+        before = None
+    if before is not None:
         last = (*(rung.name for rung in before.rungs), *before.not_begun)
         found = before.earlier_rungs if set(last) == now else (*before.earlier_rungs, last)
     begun = tuple(sorted(file.parent.name for file in folder.glob("rungs/*/study.json")))

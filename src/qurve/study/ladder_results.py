@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from qurve.errors import BadInput
+from qurve.runfolder import is_fact
 from qurve.study.effects import Unknown, asked, costs, estimate, log_loss_gain, not_comparable, speeds_apart
 from qurve.study.headline import reservations
 from qurve.study.paired import holm
@@ -31,12 +31,13 @@ from qurve.study.scaling import (
     trend,
 )
 from qurve.study.statistics import relative_gains
-from qurve.study.study_json import check_plain, one_line
+from qurve.study.study_json import count, damage_named, one_line, positive, read_plain
 
 FILE = "ladder.json"
 LEAST_RUNGS = 3
 """Below them a line goes through every rung, and nothing is left to test its slope with."""
 FORMAT = 1
+WAY_OUT = "restore it, or repeat the `qurve study ladder` that wrote it: it writes it anew, and keeps the runs"
 MACHINE = ("platform", "cpu", "gpu", "cores", "threads", "torch", "precision", "compiled", "device", "commit")
 
 
@@ -119,8 +120,8 @@ def measured(
     memory = {cost.arm: cost.peak_memory_bytes for cost in costs(results)}
     arms = {arm.name: _rung_arm(results, arm, memory[arm.name]) for arm in results.arms}
     epochs, apart = tokens / data_tokens, speeds_apart(results)
-    seen = tuple(reservations(results)), results.family - len(results.primary), len(results.looks)
-    return RungResults(name, *size, tokens_per_parameter, tokens, epochs, arms, machine, apart, *seen)
+    said, before, looks = tuple(reservations(results)), results.family - len(results.primary), len(results.looks)
+    return RungResults(name, *size, tokens_per_parameter, tokens, epochs, arms, machine, apart, said, before, looks)
 
 
 def _rung_arm(results: StudyResults, arm: Arm, memory: int | None) -> RungArm:
@@ -143,59 +144,55 @@ def load_ladder(place: Path) -> LadderResults:
     file = place / FILE if place.is_dir() else place
     if not file.is_file():
         raise BadInput(f"{place} is no ladder: it has no {FILE}; give the folder that `qurve study ladder` wrote")
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        check_plain(tree)
-        if tree.get("format") != FORMAT:
+    with damage_named(file, WAY_OUT):
+        tree = read_plain(file.read_bytes())
+        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             raise BadInput(f"it is not a ladder of format {FORMAT}, which this version reads")
         rungs, baseline = tuple(_rung(item) for item in tree["rungs"]), str(tree["baseline"])
-        if not all(baseline in rung.arms for rung in rungs):
+        if not rungs or not all(baseline in rung.arms for rung in rungs):
             raise BadInput(f"a rung lacks the baseline {baseline!r}")
         names = (one_line(tree["name"]), one_line(tree["title"]), str(tree["command"]))
         not_begun = tuple(one_line(rung) for rung in tree.get("not_begun", ()))
         earlier = tuple(tuple(one_line(rung) for rung in rungs) for rungs in tree.get("earlier_rungs", ()))
         copies = {one_line(path): one_line(sha) for path, sha in tree.get("definition", {}).items()}
         return LadderResults(*names, baseline, str(tree["data_fingerprint"]), rungs, not_begun, earlier, copies)
-    except OSError as error:
-        raise BadInput(f"{file} cannot be read ({error.strerror})") from None
-    except KeyError as error:
-        what = f"the field {error} is missing"
-    except (BadInput, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        what = str(error)
-    raise BadInput(f"{file} is damaged: {what}; run the same command again to write it anew")
 
 
 def _rung(item: dict[str, Any]) -> RungResults:
-    arms = {}
-    for name, arm in item["arms"].items():
-        losses = {int(seed): float(loss) for seed, loss in arm["losses"].items()}
-        if not all(math.isfinite(loss) and loss > 0 for loss in losses.values()):
-            raise ValueError(f"a loss of {name} is no number above zero")
-        arms[str(name)] = RungArm(
-            name=str(name),
-            label=one_line(arm["label"]),
-            non_embedding=int(arm["non_embedding"]),
-            total=int(arm["total"]),
-            flops_per_token=float(arm["flops_per_token"]),
-            losses=losses,
-            unfinished=tuple(one_line(words) for words in arm["unfinished"]),
-            doubt=None if arm["doubt"] is None else one_line(arm["doubt"]),
-            tokens_per_s=None if (speed := arm.get("tokens_per_s")) is None else float(speed),
-            peak_memory_bytes=None if (memory := arm.get("peak_memory_bytes")) is None else int(memory),
-        )
+    name = one_line(item["name"])
+    arms = {str(arm): _read_arm(str(arm), tree) for arm, tree in item["arms"].items()}
+    machine = dict(item["machine"])
+    if odd := [key for key, value in machine.items() if not is_fact(value)]:
+        raise ValueError(f"{odd[0]} of the machine of {name} = {machine[odd[0]]!r:.40}")
     return RungResults(
-        name=one_line(item["name"]),
-        n_layers=int(item["n_layers"]),
-        d_model=int(item["d_model"]),
-        tokens_per_parameter=float(item["tokens_per_parameter"]),
-        tokens=int(item["tokens"]),
-        epochs=float(item["epochs"]),
+        name=name,
+        n_layers=count(item["n_layers"], f"n_layers of {name}"),
+        d_model=count(item["d_model"], f"d_model of {name}"),
+        tokens_per_parameter=positive(item["tokens_per_parameter"], f"tokens_per_parameter of {name}"),
+        tokens=count(item["tokens"], f"tokens of {name}"),
+        epochs=positive(item["epochs"], f"epochs of {name}"),
         arms=arms,
-        machine=dict(item["machine"]),
-        speeds_apart=float(item.get("speeds_apart", 1.0)),
+        machine=machine,
+        speeds_apart=positive(item.get("speeds_apart", 1.0), f"speeds_apart of {name}"),
         doubts=tuple(one_line(doubt) for doubt in item.get("doubts", ())),
-        compared_before=int(item.get("compared_before", 0)),
-        looks=int(item.get("looks", 0)),
+        compared_before=count(item.get("compared_before", 0), f"compared_before of {name}", 0),
+        looks=count(item.get("looks", 0), f"looks of {name}", 0),
+    )
+
+
+def _read_arm(name: str, tree: dict[str, Any]) -> RungArm:
+    speed, memory = tree.get("tokens_per_s"), tree.get("peak_memory_bytes")
+    return RungArm(
+        name=name,
+        label=one_line(tree["label"]),
+        non_embedding=count(tree["non_embedding"], f"non_embedding of {name}"),
+        total=count(tree["total"], f"total of {name}"),
+        flops_per_token=positive(tree["flops_per_token"], f"flops_per_token of {name}"),
+        losses={int(seed): positive(loss, f"a loss of {name}") for seed, loss in tree["losses"].items()},
+        unfinished=tuple(one_line(words) for words in tree["unfinished"]),
+        doubt=None if tree["doubt"] is None else one_line(tree["doubt"]),
+        tokens_per_s=None if speed is None else positive(speed, f"tokens_per_s of {name}"),
+        peak_memory_bytes=None if memory is None else count(memory, f"peak_memory_bytes of {name}"),
     )
 
 

@@ -6,7 +6,7 @@ per token.
 
 from __future__ import annotations
 
-import json
+import copy
 import math
 import os
 import statistics
@@ -18,7 +18,7 @@ from typing import Any
 from qurve.errors import BadInput
 from qurve.study.paired import deviation_interval
 from qurve.study.results import StudyResults, load
-from qurve.study.study_json import check_plain
+from qurve.study.study_json import damage_named, positive, read_plain
 
 Losses = Mapping[str, Mapping[int, float]]
 """Final losses of finished runs, on the split that the study reports on: arm -> seed -> loss."""
@@ -130,13 +130,21 @@ class Known:
 
 
 def known_from(path: str | os.PathLike[str]) -> Known:
-    """What a study's folder, or its evidence file (`evidence.json`), knows. `BadInput` for anything else."""
+    """What a study's folder, or its evidence file, knows: `evidence.json`, or a compact one as `results/` has them.
+
+    Raises `BadInput` for anything else.
+    """
     path = Path(path)
     if path.is_dir():
         return _known_results(load(path), str(path))
     if not path.exists():
-        raise BadInput(f"{path} is not there; give a study's folder, or the evidence.json of its report")
-    return known_evidence(path.read_bytes(), str(path))
+        raise BadInput(f"{path} is not there; give {WANTED}")
+    with damage_named(path, f"give {WANTED}"):
+        content = path.read_bytes()
+    return known_evidence(content, str(path))
+
+
+WANTED = "a study's folder, or the evidence.json of its report"
 
 
 def _known_results(results: StudyResults, source: str) -> Known:
@@ -148,25 +156,72 @@ def _known_results(results: StudyResults, source: str) -> Known:
 
 def known_evidence(content: bytes, source: str) -> Known:
     """What the content of an evidence file knows; `source` is what it is called."""
-    try:
-        tree = json.loads(content)
-        check_plain(tree)
-        baseline = next(row["arm"] for row in tree["rows"] if row["verdict"].startswith("the reference"))
-        split = str(tree.get("split", "val"))
-        a_a, matched = ([str(arm) for arm in tree.get(key, ())] for key in ("a_a", "matched"))
-        losses: dict[str, dict[int, float]] = {row["arm"]: {} for row in tree["rows"]}
-        for run in tree["runs"]:
-            if run["status"] == "finished" and run["arm"] not in matched:
-                loss = float(run[split][-1][1])
-                if math.isfinite(loss):
-                    losses[run["arm"]][int(run["seed"])] = loss
-        rows = {row["arm"]: row.get("tokens_per_s") for row in tree["rows"]}
-        speeds = {str(arm): float(speed) for arm, speed in rows.items() if speed is not None}
-        machine = _machine([run["environment"] for run in tree["runs"]])
-        configs = {str(arm): dict(config) for arm, config in tree["configs"].items()}
-        return Known(source, floor_of(losses, baseline, a_a), speeds, configs[baseline], machine, configs)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration, RecursionError) as error:
-        raise BadInput(f"{source} is no study's evidence ({type(error).__name__}: {error})") from None
+    with damage_named(source, f"give {WANTED}", "is no study's evidence"):
+        tree = read_plain(content)
+        if isinstance(tree, dict) and "rungs" in tree:
+            raise BadInput("it is a ladder's, and each of its rungs a study")
+        if not isinstance(tree, dict) or "rows" not in tree or not ("runs" in tree or "arms" in tree):
+            raise BadInput("it has no rows with runs or arms")
+        read = _of_runs if "runs" in tree else _of_arms
+        baseline, a_a, losses, configs, environments = read(tree)
+        rows = {str(row["arm"]): row.get("tokens_per_s") for row in tree["rows"]}
+        speeds = {arm: positive(speed, f"tokens_per_s of {arm}") for arm, speed in rows.items() if speed is not None}
+        floor = floor_of(losses, baseline, a_a)
+        return Known(source, floor, speeds, configs[baseline], _machine(environments), configs)
+
+
+_Read = tuple[str, list[str], dict[str, dict[int, float]], dict[str, dict[str, Any]], list[dict[str, Any]]]
+"""The baseline, the A/A arms, losses by arm and seed, configurations by arm, and environments."""
+
+
+def _of_runs(tree: dict[str, Any]) -> _Read:
+    """From `evidence.json`, which has every run."""
+    rows = [row["arm"] for row in tree["rows"] if row["verdict"].startswith("the reference")]
+    if not rows:
+        raise BadInput("none of its rows is the reference")
+    split = str(tree.get("split", "val"))
+    a_a, matched = ([str(arm) for arm in tree.get(key, ())] for key in ("a_a", "matched"))
+    losses: dict[str, dict[int, float]] = {row["arm"]: {} for row in tree["rows"]}
+    for run in tree["runs"]:
+        if run["status"] == "finished" and run["arm"] not in matched and math.isfinite(loss := run[split][-1][1]):
+            losses[run["arm"]][int(run["seed"])] = positive(loss, f"a loss of {run['arm']}")
+    configs = {str(arm): dict(config) for arm, config in tree["configs"].items()}
+    return rows[0], a_a, losses, configs, [run["environment"] for run in tree["runs"]]
+
+
+def _of_arms(tree: dict[str, Any]) -> _Read:
+    """From compact evidence, which has the arms' last losses, and what each changes in the baseline's configuration.
+
+    One that changes nothing is an A/A arm, and `ARM@BASELINE` stands at the baseline's point (`Study.settled`).
+    """
+    baseline, config = str(tree["baseline"]), dict(tree["origin"]["config"])
+    arms = {str(arm["arm"]): arm for arm in tree["arms"]}
+    losses = {
+        name: {
+            int(seed): positive(loss, f"a loss of {name}")
+            for seed, loss in arm["final_loss"].items()
+            if loss is not None
+        }
+        for name, arm in arms.items()
+        if not name.endswith(f"@{baseline}")
+    }
+    configs = {name: _changed(config, arm["changes"]) for name, arm in arms.items()}
+    a_a = [name for name, arm in arms.items() if name != baseline and not arm["changes"]]
+    machines = [tree["machine"].get(key) for key in ("gpu", "cpu")]  # lists, where the runs were not made alike
+    gpus, cpus = (found if isinstance(found, list) else [found] for found in machines)
+    return baseline, a_a, losses, configs, [{"gpu": gpu, "cpu": cpu} for gpu in gpus for cpu in cpus]
+
+
+def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's tree with other leaves; one of another kind may keep some that this has not."""
+    tree = copy.deepcopy(config)
+    for path, value in changes.items():
+        *nodes, leaf = path.split(".")
+        node = tree
+        for name in nodes:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree
 
 
 def _machine(environments: list[dict[str, Any]]) -> str:

@@ -47,14 +47,19 @@ def parse_effect(text: str) -> float:
 
 
 def make_plan(
-    wanted: Study, effect: float, known: Known | None, made: Made | None = None, pace: Pace | None = None
+    wanted: Study,
+    effect: float,
+    known: Known | None,
+    made: Made | None = None,
+    pace: Pace | None = None,
+    call: str | None = None,
 ) -> dict[str, Any]:
     """Runs, tokens, FLOPs and hours of a study, arm by arm, and the seeds that `effect` needs.
 
     `effect` is a fraction of the baseline's loss. Hours are an estimate, one run after the other: at the speed of the
     same model where `pace` has it (by default that of `known`), else by FLOPs (`by_flops`); None without either.
     Whatever hangs on the noise is None where that is not known. `made` is what a pool holds of the study; without one
-    `made` and `hours_left` are None.
+    `made` and `hours_left` are None. `call` is what `qurve compare` is given for the study, by default its name.
 
     The `search` takes so many runs, or at least or at most so many (its `bound`); `matched`, its arms at the baseline's
     point, so many at most; None of a study that has no search to make, or whose search is over in the pool.
@@ -93,6 +98,7 @@ def make_plan(
         left = sum(row["hours"] * (1 - row["made"] / row["runs"]) for row in rows)
     return {
         "study": study.name,
+        "call": study.name if call is None else call,
         "seeds": len(study.seeds),
         "looks": list(study.looks),
         "tested": _tested(study),
@@ -164,7 +170,11 @@ def _paced(pace: Pace | None) -> dict[str, Any]:
 def _apart(known: Known, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """What the two baselines' configurations differ in."""
     tree = {key: value for key, value in known.config.items() if key != "format"}
-    found = hashed_differences(from_dict(RunConfig, tree), config)
+    try:
+        there = from_dict(RunConfig, tree)
+    except BadInput as error:
+        raise BadInput(f"{known.source}: the baseline's configuration is none that is known here: {error}") from None
+    found = hashed_differences(there, config)
     return {path: values for path, values in found.items() if path not in ("train.seed", "data.fingerprint")}
 
 
@@ -206,7 +216,7 @@ def plan_sentences(plan: dict[str, Any]) -> list[str]:
         return [
             *said,
             "No noise figure is known, so nothing can be said of the seeds that it needs. Make a few first "
-            f"(qurve compare {plan['study']} --seeds 3 --out DIR) and name that folder with --from DIR.",
+            f"(qurve compare {plan['call']} --seeds 3 --out DIR) and name that folder with --from DIR.",
         ]
     if plan["other_settings"]:
         named = plan["other_settings"][:MOST_NAMED]

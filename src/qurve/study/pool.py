@@ -22,16 +22,24 @@ from typing import Any
 
 from qurve.config import content_hash
 from qurve.errors import BadInput, QurveError
-from qurve.files import write_atomic
+from qurve.files import check_folders, write_atomic
 from qurve.runfolder import RunFolder
 from qurve.study.definition import Study
 from qurve.study.jobs import Job
+from qurve.study.looks import FILE as LOOKS
 from qurve.study.looks import Seen, note, seen_in_pool
 from qurve.study.same_run import ended_by_another_bound, serves_less
 
 FORMAT = 1
 LOCAL = ("cpu", "cores", "device", "gpu", "platform", "precision", "processes", "python", "qurve", "threads", "torch")
 """What is kept of a run's environment: what its numbers and its speed may depend on."""
+
+
+def check_pool(pool: Path) -> None:
+    """Raise `BadInput` for what cannot be a pool."""
+    check_folders(pool, option="--pool")
+    if (pool / LOOKS).is_dir():
+        raise BadInput(f"{pool / LOOKS} is a folder; remove it, or give another --pool")
 
 
 def in_pool(job: Job, pool: Path) -> Job:

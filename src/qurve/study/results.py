@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from qurve.config import LARGEST
 from qurve.errors import BadInput, QurveError, did_you_mean
 from qurve.runfolder import RunFolder
 from qurve.study.batches import BatchProof, identical_batches
@@ -27,7 +26,18 @@ from qurve.study.continued import Part, check_settings, parts_of
 from qurve.study.dynamics import Measures, measures_of
 from qurve.study.same_run import begun_runs, check_run
 from qurve.study.searched import Searched, read_evidence
-from qurve.study.study_json import check_plain, one_line, read_study, updates_of
+from qurve.study.study_json import (
+    RESTORE,
+    check_plain,
+    count,
+    damage_named,
+    no_study,
+    number,
+    one_line,
+    positive,
+    read_study,
+    updates_of,
+)
 
 AGAIN = "remove its folder to have it made again"
 
@@ -227,19 +237,17 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
     """Read a study's folder as it stands, finished or not. Raises `BadInput` when it is not one."""
     folder = Path(folder)
     source = folder / "study.json"
-    if not source.exists():
-        raise BadInput(
-            f"{folder} is not a study folder: it has no study.json; give the folder that `qurve compare` wrote"
-        )
+    if not os.path.lexists(source):
+        raise BadInput(no_study(folder))
     tree = read_study(source)
-    try:
+    with damage_named(source, RESTORE):
         seeds = tuple(tree["seeds"])
         search = None if tree.get("search") is None else read_evidence(tree["search"])
         split = "test" if search is not None and all(_is_tested(item) for item in tree["arms"]) else "val"
         arms = tuple(_arm(folder, item, seeds, split, search) for item in tree["arms"])
         names = [arm.name for arm in arms]
         if (base := tree["baseline"]) not in names:
-            raise BadInput(f"{source}: the baseline {base!r} is no arm{did_you_mean(str(base), names)}")
+            raise BadInput(f"the baseline {base!r} is no arm{did_you_mean(str(base), names)}")
         earlier = tuple(tuple(seeds) for seeds in tree.get("earlier_seeds", ()))
         strays, dropped, gone = _strays(folder, names, {*seeds, *(seed for one in earlier for seed in one)})
         if dropped:
@@ -264,12 +272,6 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
             looks=tuple(tree.get("looks", ())),
             split=split,
         )
-    except KeyError as error:
-        raise BadInput(f"{source}: the field {error} is missing") from None
-    except BadInput:
-        raise
-    except (TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise BadInput(f"{source} is damaged: a field has the wrong type ({error})") from None
 
 
 def _strays(folder: Path, names: Collection[str], seeds: set[int]) -> tuple[tuple[str, ...], set[int], set[str]]:
@@ -296,18 +298,20 @@ def _arm(folder: Path, item: dict[str, Any], seeds: Iterable[int], split: str, s
         name=name,
         label=one_line(item.get("label") or name),
         config=dict(item["config"]),
-        non_embedding=_positive(item["non_embedding"]),
-        total=_positive(item["total"]),
-        flops_per_token=float(item["flops_per_token"]),
+        non_embedding=count(item["non_embedding"], f"non_embedding of {name}"),
+        total=count(item["total"], f"total of {name}"),
+        flops_per_token=positive(item["flops_per_token"], f"flops_per_token of {name}"),
         paper=None if paper is None else {key: one_line(value) for key, value in paper.items() if value is not None},
         match=None if item.get("match") is None else one_line(item["match"]),
         runs=runs,
         matched=None if item.get("matched") is None else one_line(item["matched"]),
         seed_offset=item.get("seed_offset", 0),
     )
-    for path in ("train.lr", "train.min_lr", "train.weight_decay", "train.steps", "train.tokens_per_step"):
-        if (value := arm.setting(path)) is not None:
-            _number(value, f"{path} of {name}", (int, float))
+    for path in ("train.lr", "train.weight_decay", "train.min_lr"):
+        if (value := arm.setting(path)) is not None or path != "train.min_lr":
+            number(value, f"{path} of {name}")
+    for path in ("train.steps", "train.tokens_per_step"):
+        count(arm.setting(path), f"{path} of {name}")
     return arm
 
 
@@ -344,8 +348,10 @@ def _found(run: RunFolder, arm: str, seed: int, split: str, config: dict[str, An
     for measured, what in ((val, "validation"), (test, "test"))[: 1 if split == "val" else 2]:
         if status == "finished":
             _check_end(measured, what, int(state["step"]))
-            if not math.isfinite(measured[max(measured)]["loss"]):
+            if not math.isfinite(last := measured[max(measured)]["loss"]):
                 status, why = "diverged", f"its last {what} loss is not finite"
+            else:
+                positive(last, f"its last {what} loss")  # gains are relative to it
     newest = train[max(train)] if train else {}
     seconds = newest.get("seconds") or 0
     return Run(
@@ -358,14 +364,15 @@ def _found(run: RunFolder, arm: str, seed: int, split: str, config: dict[str, An
         batch_digests={
             step: _digest(line["batch_sha"]) for step, line in sorted(train.items()) if line.get("batch_sha")
         },
-        tokens_per_s=newest["tokens"] / seconds if seconds > 0 else None,
+        tokens_per_s=positive(newest["tokens"] / seconds, "its tokens per second") if seconds > 0 else None,
         step=max(train, default=int(state.get("step") or 0)),
         environment=environment,
         test=_losses(test),
         split=split,
-        grad_norms=tuple(norm for _, line in sorted(train.items()) if (norm := line.get("grad_norm")) is not None),
+        grad_norms=tuple(line["grad_norm"] for _, line in sorted(train.items())),
         max_logit=max(
-            (logit for line in lines for logit in line.get("max_logit") or () if logit is not None), default=None
+            (number(one, "a logit") for line in lines for one in line.get("max_logit", ()) if one is not None),
+            default=None,
         ),
         dynamics=measures_of(train),
         fingerprint=str(run.config_json()[0].get("data", {}).get("fingerprint") or ""),
@@ -396,23 +403,11 @@ def _check_end(measured: dict[int, Any], what: str, step: int) -> None:
 
 
 def _losses(lines: dict[int, dict[str, Any]]) -> tuple[tuple[int, float], ...]:
-    pairs = ((step, line.get("loss")) for step, line in sorted(lines.items()))
-    return tuple((step, float(loss)) for step, loss in pairs if loss is not None and math.isfinite(loss))
+    pairs = ((step, line["loss"]) for step, line in sorted(lines.items()))
+    return tuple((step, number(loss, "a loss")) for step, loss in pairs if math.isfinite(loss))
 
 
 def _digest(text: Any) -> str:
     if not isinstance(text, str) or not text.isascii():
         raise ValueError(f"{text!r} is no digest")
     return text
-
-
-def _number(value: Any, what: str, kind: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
-        raise ValueError(f"{what} = {value!r}")
-    return value
-
-
-def _positive(value: Any) -> int:
-    if not 1 <= int(value) <= LARGEST:
-        raise ValueError(f"{value!r} parameters")
-    return int(value)

@@ -26,7 +26,7 @@ from qurve import accounting
 from qurve.config import apply_settings
 from qurve.errors import BadInput, did_you_mean
 from qurve.study.axes import Range as Range
-from qurve.study.axes import Value, beyond, is_number
+from qurve.study.axes import Value, beyond, is_finite, is_number
 from qurve.train.config import RunConfig
 
 Point = tuple[tuple[str, Value], ...]
@@ -99,7 +99,7 @@ class Search:
 
     def _check_types(self) -> None:
         """What a Python file may get wrong, so that no later comparison stumbles over it."""
-        if self.sampler not in _SAMPLERS:
+        if not isinstance(self.sampler, str) or self.sampler not in _SAMPLERS:
             raise BadInput(f"search.sampler = {self.sampler!r}{did_you_mean(str(self.sampler), _SAMPLERS)}")
         if not isinstance(self.space, Mapping):
             raise BadInput(f"search.space maps settings to their values, not {self.space!r}")
@@ -107,13 +107,13 @@ class Search:
             if not isinstance(axis, str) or not isinstance(values, Range | list | tuple):
                 raise BadInput(f"search.space: {axis} takes a tuple of values or a Range, not {values!r}")
             for value in () if isinstance(values, Range) else values:
-                if not isinstance(value, Value) or (isinstance(value, float) and not math.isfinite(value)):
-                    raise BadInput(f"search.space: {value!r} is no value of {axis}")
+                if not isinstance(value, Value) or (is_number(value) and not is_finite(value)):
+                    raise BadInput(f"search.space: {value!r:.40} is no value of {axis}")
         for name in ("trials", "extensions", "rungs", "factor", "draw_seed"):
             if type(value := getattr(self, name)) is not int and not (name == "trials" and value is None):
                 raise BadInput(f"search.{name} = {value!r}: it is a whole number")
-        if self.flops is not None and not (is_number(self.flops) and math.isfinite(self.flops)):
-            raise BadInput(f"search.flops = {self.flops!r}: it is a finite number")
+        if self.flops is not None and not is_finite(self.flops):
+            raise BadInput(f"search.flops = {self.flops!r:.40}: it is a finite number")
         if not isinstance(self.seeds, list | tuple) or any(type(seed) is not int for seed in self.seeds):
             raise BadInput(f"search.seeds are whole numbers, not {self.seeds!r}")
 

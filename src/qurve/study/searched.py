@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurve.study.axes import Range, Value, beyond, is_near_end, is_number, rounded
+from qurve.study.axes import Range, Value, beyond, is_finite, is_near_end, is_number, rounded
 from qurve.study.search import Configs, Losses, Point, Score, Search, Trial, trials
 from qurve.study.study_json import one_line
 
@@ -232,7 +232,7 @@ def on(axis: str, point: Point) -> Value:
 
 
 def read_evidence(tree: dict[str, Any]) -> Searched:
-    """The evidence of a search from its JSON tree. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+    """The evidence of a search from its JSON tree. Raises what `damage_named` makes a message of for anything else."""
     steps = tree["steps"]
     if isinstance(steps, bool) or not isinstance(steps, int | None):
         raise ValueError(f"search.steps = {steps!r}")
@@ -284,7 +284,7 @@ def _point(tree: dict[str, Any], axes: Sequence[str]) -> Point:
         is_rate = path in ("train.lr", "train.min_lr")
         if not isinstance(value, Value) or (is_rate and not is_number(value)):
             raise ValueError(f"{path} = {value!r} of a point")
-        if is_number(value) and not math.isfinite(float(value)):  # type: ignore[arg-type]
+        if is_number(value) and not is_finite(value):
             raise ValueError(f"{path} = {value!r} of a point")
     return tuple(tree.items())
 

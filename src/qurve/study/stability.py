@@ -16,7 +16,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from qurve.errors import BadInput
 from qurve.study.results import Arm, Run, StudyResults
@@ -230,8 +230,8 @@ def ending_of(arm: Arm, run: Run) -> Ending:
     """One run as it ended, under its own arm's name."""
     return Ending(
         arm=arm.name,
-        lr=setting_of(arm, "train.lr"),
-        weight_decay=setting_of(arm, "train.weight_decay"),
+        lr=arm.setting("train.lr"),
+        weight_decay=arm.setting("train.weight_decay"),
         seed=run.seed,
         status=run.status,
         step=run.step,
@@ -240,13 +240,6 @@ def ending_of(arm: Arm, run: Run) -> Ending:
         spikes=len(spikes(run.grad_norms)) if run.grad_norms else None,
         max_logit=run.max_logit,
     )
-
-
-def setting_of(arm: Arm, path: str) -> Any:
-    """A leaf of the arm's configuration. Raises `BadInput` where there is none."""
-    if (value := arm.setting(path)) is None:
-        raise BadInput(f"the configuration of the arm {arm.name} has no {path}, by which a map is made")
-    return value
 
 
 def spikes(grad_norms: Sequence[float]) -> list[int]:

@@ -1,22 +1,93 @@
-"""A study's `study.json`, read in one place: whatever it holds leads nobody out of its folder, or to a wrong type."""
+"""The JSON files of a study, read in one place: whatever they hold ends in values that can be reckoned with, or in a
+message that names the file and the way out.
+
+`damage_named` makes such a message of whatever a reader stumbles over, `number` and `count` see to it that no later
+sum does, and `read_study` reads `study.json` itself: it leads nobody out of its folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qurve.config import differences
+from qurve.config import LARGEST, differences
 from qurve.errors import BadInput
 
 FORMAT = 1
 MOST_LEVELS = 50
 """Of lists and objects within each other. No configuration has so many, and what reads them calls itself for each."""
 
+LARGEST_FLOAT = 3.4e38
+"""float32's, about: no training comes to a larger number, and the square of this is still one."""
+
+RESTORE = "restore it, or make the study in another folder"
+"""The way out of a damaged `study.json`."""
+
+MOST_NAMED = 3
+"""Rungs of a ladder, before the rest is only counted."""
 
 MOST_LETTERS = 250
 """Of a folder's name: file systems take 255 bytes."""
+
+
+@contextlib.contextmanager
+def damage_named(file: Path | str, way_out: str, verdict: str = "is damaged") -> Iterator[None]:
+    """Raise `BadInput`, which names the file and the way out, for whatever the block finds wrong in what it holds."""
+    try:
+        yield
+        return
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read ({error.strerror}); {way_out}") from None
+    except BadInput as error:
+        what = str(error)
+    except KeyError as error:
+        what = f"the field {error} is missing"
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        what = f"a field has the wrong type ({error})"
+    raise BadInput(f"{file} {verdict}: {what}; {way_out}")
+
+
+def read_plain(content: bytes) -> Any:
+    """The JSON tree that a file's content is, if it can be written again; else raises `BadInput`."""
+    try:
+        tree = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"not JSON ({error})") from None
+    check_plain(tree)
+    return tree
+
+
+def number(value: Any, what: str, least: float = -LARGEST_FLOAT) -> float:
+    """A number with which one can reckon: its square is a number too."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST_FLOAT:
+        above = "" if least < 0 else " above zero"
+        raise ValueError(f"{what} = {value!r:.40}, no number{above}")
+    return float(value)
+
+
+def positive(value: Any, what: str) -> float:
+    """A number above zero, with which one can reckon: so are its inverse and its logarithm."""
+    return number(value, what, 1 / LARGEST_FLOAT)
+
+
+def count(value: Any, what: str, least: int = 1) -> int:
+    """A whole number from `least` on."""
+    if type(value) is not int or not least <= value <= LARGEST:
+        raise ValueError(f"{what} = {value!r:.40}, no whole number from {least} on")
+    return value
+
+
+def no_study(folder: Path) -> str:
+    """Why a folder is no study, and what to give instead."""
+    rungs = sorted(str(file.parent) for file in folder.glob("rungs/*/study.json"))
+    if not rungs:
+        return f"{folder} is not a study folder: it has no study.json; give the folder that `qurve compare` wrote"
+    more = f", or one of {len(rungs) - MOST_NAMED} more" if len(rungs) > MOST_NAMED else ""
+    return f"{folder} is a ladder, and each of its rungs a study: give {' or '.join(rungs[:MOST_NAMED])}{more}"
 
 
 def check_arm_name(name: Any, whose: str = "an arm's") -> None:
@@ -32,19 +103,10 @@ def read_study(file: Path) -> dict[str, Any]:
 
     Raises `BadInput`, which names the file, where they are not.
     """
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        check_plain(tree)
+    with damage_named(file, RESTORE):
+        tree = read_plain(file.read_bytes())
         check_study(tree)
-    except OSError as error:
-        raise BadInput(f"{file} cannot be read ({error.strerror})") from None
-    except BadInput as error:
-        what = str(error)
-    except (ValueError, RecursionError) as error:
-        what = f"not JSON ({error})"
-    else:
         return dict(tree)
-    raise BadInput(f"{file} is damaged: {what}; restore it, or make the study in another folder")
 
 
 def check_plain(tree: Any) -> None:
@@ -71,6 +133,10 @@ def check_study(tree: Any) -> None:
     """Raise `BadInput` for a tree that no reader would take: before it is written, too."""
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise BadInput(f"it is not a study of format {FORMAT}, which this version reads")
+    try:
+        json.dumps(tree, allow_nan=False)
+    except ValueError:
+        raise BadInput("it holds a number that is none: NaN or Infinity") from None
     for field, kind in (("name", str), ("arms", list), ("seeds", list)):
         if field not in tree:
             raise BadInput(f"the field {field!r} is missing")
@@ -78,8 +144,8 @@ def check_study(tree: Any) -> None:
             raise BadInput(f"{field!r} has the wrong type: {tree[field]!r}")
     for seeds in (tree["seeds"], *_lists(tree.get("earlier_seeds", []))):
         for seed in seeds:
-            if type(seed) is not int or seed < 0:
-                raise BadInput(f"a seed is a whole number from 0, not {seed!r}")
+            if type(seed) is not int or not 0 <= seed <= LARGEST:
+                raise BadInput(f"a seed is a whole number from 0 to {LARGEST}, not {seed!r:.40}")
     if not tree["seeds"] or len(set(tree["seeds"])) < len(tree["seeds"]):
         raise BadInput(f"'seeds' are different and at least one, not {tree['seeds']}")
     looked = tree.get("looked_in_pool", {})
@@ -99,8 +165,8 @@ def check_study(tree: Any) -> None:
         check_arm_name(arm.get("name"))
         if not isinstance(arm.get("config"), dict) or not isinstance(arm["config"].get("train", {}), dict):
             raise BadInput(f"the configuration of {arm['name']} has the wrong type")
-        if type(offset := arm.get("seed_offset", 0)) is not int or offset < 0:
-            raise BadInput(f"the seed_offset of {arm['name']} is a whole number from 0, not {offset!r}")
+        if type(offset := arm.get("seed_offset", 0)) is not int or not 0 <= offset <= LARGEST:
+            raise BadInput(f"the seed_offset of {arm['name']} is a whole number from 0, not {offset!r:.40}")
         if offset and (both := {seed + offset for seed in tree["seeds"]} & set(tree["seeds"])):
             raise BadInput(
                 f"with its seed_offset {arm['name']} has weights of seed {min(both)}, which is the baseline's"

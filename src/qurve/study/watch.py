@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from qurve.errors import BadInput, QurveError
 from qurve.runfolder import RunFolder
-from qurve.study.study_json import one_line, read_study, updates_of
+from qurve.study.study_json import no_study, one_line, read_study, updates_of
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -62,8 +62,10 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.is_study = (folder / "study.json").is_file()
+        self.is_study = os.path.lexists(folder / "study.json")
         if not self.is_study and not RunFolder(folder).is_begun():
+            if (folder / "rungs").is_dir():
+                raise BadInput(no_study(folder))
             raise BadInput(f"{folder} is neither a study nor a run: it has no study.json and no config.json")
         self._metrics: dict[Path, Metrics] = {}
 
@@ -182,10 +184,6 @@ def status_json(states: list[State]) -> str:
     return json.dumps({"runs": [dataclasses.asdict(state) for state in states], "counts": counts(states)})
 
 
-LEAST_NAME = 25
-"""Columns that a run's name keeps beside a long reason, if it is as long."""
-
-
 def status_table(states: list[State]) -> Group:
     """How many runs there are of each kind, which a low terminal must not cut off, then one row a run.
 
@@ -196,9 +194,8 @@ def status_table(states: list[State]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    longest = max((len(state.run) for state in states), default=0)
-    table.add_column("run", overflow="fold", min_width=min(longest, LEAST_NAME))
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # 80 columns must not cost one of these
+    table.add_column("run", overflow="fold")
     table.add_column("status", overflow="fold")
     for title in ("step", "loss", "val\nloss", "tokens\n/s", "left", "last\nsign"):
         table.add_column(title, justify="right", no_wrap=True)
