@@ -239,7 +239,7 @@ def test_arms_that_a_rung_was_compared_with_before_are_of_the_slopes_family() ->
 def test_a_rungs_doubts_are_the_ladders(tmp_path: Path) -> None:
     rungs = []
     for place, more in enumerate(
-        ({"earlier_seeds": [[1]]}, {"compared_in_pool": {"own": ["a", "b"]}, "looks": [3, 5]})
+        ({"earlier_seeds": [[1]]}, {"compared_in_pool": {"own": ["a", "b"]}, "looks": [3, 5]}), 1
     ):
         folder = write_study(tmp_path / str(place), (BASELINE, WIDER), search=False)
         file = folder / "study.json"
@@ -248,9 +248,9 @@ def test_a_rungs_doubts_are_the_ladders(tmp_path: Path) -> None:
     assert [(rung.compared_before, rung.looks) for rung in rungs] == [(0, 0), (2, 2)]
     results = LadderResults("x", "X", "command", "baseline", "f" * 64, tuple(rungs))
     earlier, untuned, before = doubts(results)
-    assert untuned == f"Rungs 0x128@20, 1x128@20: {UNTUNED}"
-    assert earlier.startswith("Rung 0x128@20: This study was run before with other seeds (1).")
-    assert before.startswith("Rung 1x128@20: 2 other arms were compared with this baseline before")
+    assert untuned == f"Rungs 1x128@20, 2x128@20: {UNTUNED}"
+    assert earlier.startswith("Rung 1x128@20: This study was run before with other seeds (1).")
+    assert before.startswith("Rung 2x128@20: 2 other arms were compared with this baseline before")
     (tmp_path / FILE).write_text(to_json(results))
     assert json.loads((tmp_path / FILE).read_text())["doubts"] == doubts(results)
     assert load_ladder(tmp_path) == results
@@ -261,7 +261,7 @@ def test_a_rungs_doubts_are_the_ladders(tmp_path: Path) -> None:
         assert f"- {escaped(doubt)}" in told
     said = call("report", tmp_path)
     assert "Before you believe it:" in said.out
-    assert "- Rung 0x128@20: This study was run before" in " ".join(said.out.split())
+    assert "- Rung 1x128@20: This study was run before" in " ".join(said.out.split())
 
 
 def test_a_run_that_is_not_finished_is_told_of_once(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from qurve.study.looks import FILE, Seen, undeclared
 from qurve.study.pool import look_again
 from qurve.study.power import detectable
 from qurve.study.results import load
+from qurve.study.search import Score, Search, trials
+from qurve.study.searched import evidence
 from qurve.study.statistics import comparisons, overall_verdict
 from tiny import tiny
 
@@ -119,7 +121,9 @@ def test_an_a_a_arm_is_compared_with_nobody(tmp_path: Path) -> None:
 
 def test_arms_at_the_baselines_point_are_a_family_of_their_own(tmp_path: Path) -> None:
     def searched(*widths: int) -> Study:
-        one = make_study(widths)
+        one, search = make_study(widths), Search({"train.lr": (0.5,)})
+        scores = [Score(trial, 3.0, "finished") for trial in trials(search, one.configs, ())]
+        one = dataclasses.replace(one, search=evidence(search, one.configs, scores))
         at = make_study(widths, FIVE, "train.lr=0.5").arms[1:]
         at = tuple(dataclasses.replace(arm, name=f"{arm.name}@baseline", matched=arm.name) for arm in at)
         return dataclasses.replace(one, arms=(*one.arms, *at))

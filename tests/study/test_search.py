@@ -344,6 +344,7 @@ def test_the_committed_search_is_the_one_that_its_experiment_makes() -> None:
     assert [score.trial for score in scores] == trials(study.search, study.configs, ())
     again = json.loads(json.dumps(evidence(study.search, study.configs, scores)))
     assert again.pop("space") == {axis: list(values) for axis, values in study.search.space.items()}  # newer than it
+    assert again.pop("factor") is None  # newer, too: of a halving
     assert again == {key: committed[key] for key in again}
     for score in scores:
         preset = presets.small(score.trial.arm, *dict(score.trial.point).values())  # type: ignore[arg-type]
