@@ -11,7 +11,7 @@ from qurve.analysis.hull import LayerHull
 from qurve.analysis.spectrum import FLOOR, TOLERANCE
 from qurve.study.drawing import PALETTE, WIDE, blank, legend, line, styled, svg
 from qurve.study.page.analysis import analysis_page
-from qurve.study.page.pieces import picture
+from qurve.study.page.pieces import Numbers, picture
 from qurve.study.worth import Table
 
 if TYPE_CHECKING:
@@ -53,14 +53,33 @@ def _spectra(layers: Sequence[LayerHull]) -> str:
 
 
 def _training(training: Training) -> str:
+    rows = [
+        [f"{hull.layer}, {name}", *(f"{value:.3g}" for _, value in points)]
+        for place, hull in enumerate(training[-1][1])
+        for name, points in _over_training(training, place).items()
+    ]
     return picture(
         "training",
         lambda width: draw_training(training, width),
-        alt="Bent share and participation ratio of every block against steps; the table below has means over blocks",
+        alt="Bent share and participation ratio of every block against steps; the table below has the numbers",
         caption="One line a block, from the model before training on. Bent: share of the variance of queries, keys and "
         "values together that leaves every flat which a linear pathway could have. Participation ratio: in how many "
         "directions they vary, weighted by how much.",
+        numbers=Numbers(
+            "Bent share and participation ratio of every block",
+            ["block", *(f"step {step:,}" for step, _ in training)],
+            rows,
+        ),
     )
+
+
+def _over_training(training: Training, place: int) -> dict[str, list[tuple[float, float]]]:
+    """What is drawn of one block, against the steps."""
+    blocks = [(step, layers[place]) for step, layers in training]
+    return {
+        "bent, per cent of the variance": [(step, 100 * hull.bent) for step, hull in blocks],
+        "participation ratio": [(step, hull.qkv.participation_ratio) for step, hull in blocks],
+    }
 
 
 def spectra_plot(layers: Sequence[LayerHull]) -> dict[str, Any]:
@@ -116,15 +135,12 @@ def draw_training(training: Training, width: float) -> Figure:
     wide = width > 5
     fig = blank(width, width * (0.36 if wide else 1.2))
     panels = fig.subplots(1, 2) if wide else fig.subplots(2, 1)
-    for layer, hull in enumerate(training[-1][1]):
-        colour = PALETTE[_colour(hull)]
-        bent = [(step, 100 * layers[layer].bent) for step, layers in training]
-        ratio = [(step, layers[layer].qkv.participation_ratio) for step, layers in training]
-        for axes, points in zip(panels, (bent, ratio), strict=True):
-            line(axes, points, color=colour, linewidth=1.4, marker=".", label=f"block {hull.layer}")
-    for axes, name in zip(panels, ("bent, per cent of the variance", "participation ratio"), strict=True):
-        axes.set_xlabel("step")
-        axes.set_ylabel(name)
+    for place, hull in enumerate(training[-1][1]):
+        look = {"color": PALETTE[_colour(hull)], "linewidth": 1.4, "marker": ".", "label": f"block {hull.layer}"}
+        for axes, (name, points) in zip(panels, _over_training(training, place).items(), strict=True):
+            line(axes, points, **look)
+            axes.set_xlabel("step")
+            axes.set_ylabel(name)
     legend(fig, panels[0], width)
     return fig
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qurve.study.drawing import INK, PALETTE, WIDE, blank, legend, styled, svg
 from qurve.study.page.analysis import analysis_page
-from qurve.study.page.pieces import picture
+from qurve.study.page.pieces import Numbers, picture
 from qurve.study.worth import Table
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ def _violations(tree: dict[str, Any]) -> str:
         alt="Size of what is wrong at each norm, skip and tie when every weight is made the identity",
         caption="With every weight made the identity by force: each place that does not let the change of basis pass, "
         "in the order of the network. Norm of what is wrong there by the norm of what should be.",
+        numbers=Numbers(
+            "Size of what is wrong at each place",
+            ["place", "kind", "size"],
+            [[one["where"], one["kind"], f"{one['size']:.3g}"] for one in tree["violations"]],
+        ),
     )
 
 
