@@ -66,3 +66,6 @@ def test_words_stand_on_the_left_and_numbers_on_the_right() -> None:
     assert {line.index(word) + len(word) for line, word in zip(lines, ("1,000", "    1"), strict=True)} == {
         head.index("saved") + 5
     }
+    assert [line.index(word) for line, word in zip(lines, ("a sentence", "none"), strict=True)] == [
+        head.index("why")
+    ] * 2

@@ -122,7 +122,8 @@ def tables(tree: dict[str, Any]) -> list[Table]:
 def _words(tree: dict[str, Any]) -> list[str]:
     """What it comes to, with the logits before and after."""
     lines = []
-    exact, forced, before, after = tree["exact"], tree["forced"], *tree["parameters"].values()
+    exact, forced = tree["exact"], tree["forced"]
+    before, after = (tree["parameters"][name] for name in ("before", "after"))
     if exact is not None:
         untied = ", with a head of its own" if tree["unties"] else ""
         lines.append(
