@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -17,6 +18,7 @@ from qurve.analysis import conditioning
 from qurve.config import to_dict
 from qurve.data.loader import TokenData
 from qurve.study.definition import load_study
+from qurve.study.page.build import page
 from qurve.study.results import load
 from qurve.train.loop import train
 from tiny import tiny
@@ -87,10 +89,31 @@ def test_trained_models_are_looked_into(
     assert {verdict["outcome"] for verdict in one_skip["redundancy"]["verdicts"]} == {"identity"}
     assert one_skip["redundancy"]["exact"]["relative"] < 1e-10
     assert {verdict["outcome"] for verdict in base["redundancy"]["verdicts"]} == {"kept"}
-    assert [checkpoint["step"] for checkpoint in layer["geometry"]] == [2, 4]
+    assert [checkpoint["step"] for checkpoint in layer["geometry"]] == [0, 2, 4]
     assert [one["mechanism"]["degrees"][0]["together"] for one in (base, one_skip)] == pytest.approx([2, 2], abs=0.01)
     assert [other["against"] for other in layer["mechanism"]["attention"]] == ["res-gelu/seed-2", "baseline/seed-1"]
     assert [row["layer"] for row in layer["mechanism"]["probes"]["trained"]["conjunctions"]] == [0, 1]
     assert set(found["dynamics"]) == set(changes)
     assert "why_none" in found["against_gains"]["associations"]["bent"]
-    assert (study / "runs" / "res-gelu" / "seed-1" / "analysis" / "spectra.svg").exists()
+    pages = study / "runs" / "res-gelu" / "seed-1" / "analysis"
+    names = ["geometry.html", "mechanism.html", "redundancy.html", "symmetry.html"]
+    assert sorted(file.name for file in pages.glob("*.html")) == names
+    assert all(f"seed-1/analysis/{name}" in page(load(study)) for name in names)  # the report leads there
+    said_in_the_guide(found, tmp_path, monkeypatch)
+
+
+def said_in_the_guide(found: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the guide's generators make of the evidence."""
+    monkeypatch.syspath_prepend(FILE.parents[1] / "tools")
+    passages = runpy.run_path(str(FILE.parents[1] / "tools" / "passages.py"))
+    monkeypatch.setattr(passages["theory"], "EVIDENCE", folder / "theory.json")
+    monkeypatch.setitem(passages["evidence"].__globals__, "evidence", lambda name: found)
+    text = passages["rewritten"]("docs/theory.md", "before\n<!-- theory -->\nold\n<!-- /theory -->\nafter\n")
+    assert re.findall(r"\*\*(\w+)\.?\*\*", text) == ["Redundancy", "Symmetry", "Geometry", "Dynamics", "Mechanism"]
+    layer = found["runs"]["res-gelu"]["1"]
+    assert "bent, steps 0 → 4" in text
+    assert f"| 0 | 31 / 47 / 64 | {layer['geometry'][-1]['layers'][0]['qkv']['rank']} |" in text
+    assert "| attention-skip | identity | 2,048 |" in text
+    assert "another seed 0." in text
+    assert "- bent: " in text
+    assert (text.startswith("before\n<!-- theory -->\n"), text.endswith("\n<!-- /theory -->\nafter\n")) == (True, True)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_study import BASELINE, arm, write_study
 
 from qurve.analysis import conditioning
+from qurve.analysis.hull import HullMeter, measure_hulls
+from qurve.analysis.pathways import Block
+from qurve.cli.analyze import geometry as analyze_geometry
 from qurve.cli.analyze.geometry import geometry
 from qurve.data.loader import TokenData
+from qurve.data.order import fixed_eval_windows
 from qurve.errors import BadInput
+from qurve.generate.text import run_data
+from qurve.model.config import ModelConfig
+from qurve.model.gpt import GPT
 from qurve.runfolder import RunFolder
 from tiny import tiny
 
@@ -64,11 +73,66 @@ def test_a_run_tells_its_bounds_spectra_curvature_and_condition(
     assert "</svg>" in (tmp_path / "new" / "out" / "spectra.svg").read_text()
 
 
-def test_every_checkpoint_is_measured_on_the_same_tokens(bent: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    first, last = document(capsys, bent.path, tokens=TOKENS, every_checkpoint=True)["checkpoints"]
-    assert (first["step"], last["step"]) == (2, 4)
-    assert first["layers"][0]["qkv"]["deviations"] != last["layers"][0]["qkv"]["deviations"]
-    assert last == document(capsys, bent.path, tokens=TOKENS)["checkpoints"][0]
+def test_every_checkpoint_is_measured_on_the_same_tokens(
+    bent: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = document(capsys, bent.path, tokens=TOKENS, every_checkpoint=True, out=tmp_path)["checkpoints"]
+    assert [checkpoint["step"] for checkpoint in found] == [0, 2, 4]
+    assert len({tuple(checkpoint["layers"][0]["qkv"]["deviations"]) for checkpoint in found}) == 3
+    assert found[-1] == document(capsys, bent.path, tokens=TOKENS)["checkpoints"][0]
+    assert '<figure id="training"' in (tmp_path / "geometry.html").read_text()
+    assert "</svg>" in (tmp_path / "training.svg").read_text()
+
+
+def test_step_0_is_the_model_before_training(bent: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, bent.path, tokens=TOKENS, every_checkpoint=True)["checkpoints"][0]
+    split = run_data(bent.path).split("val")
+    ids_BT = torch.from_numpy(split.windows(fixed_eval_windows(len(split), context=32, count=13), 32)[0])
+    for layer, hull in zip(found["layers"], measure_hulls(GPT(bent_config(bent), seed=1), [ids_BT]), strict=True):
+        assert layer["bent"] == pytest.approx(hull.bent)
+        assert layer["qkv"]["deviations"] == pytest.approx(hull.qkv.deviations, rel=1e-4, abs=1e-9)
+
+
+def bent_config(run: RunFolder) -> ModelConfig:
+    return GPT.from_run(run.path).config
+
+
+def test_without_its_start_the_checkpoints_are_measured(
+    bent: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of a run that went on with another seed does not tell the first."""
+    shutil.copytree(bent.path, tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    run.add_to_environment({"resumed": [{"step": 2, "changed": {"train.seed": [7, 1]}, "earlier_hash": "0"}]})
+    assert geometry(run.path, tokens=TOKENS, every_checkpoint=True, as_json=True) == 0
+    printed = capsys.readouterr()
+    assert "no step 0" in printed.err
+    assert [checkpoint["step"] for checkpoint in json.loads(printed.out)["checkpoints"]] == [2, 4]
+
+
+def test_memory_does_not_grow_with_the_tokens(bent: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held while the last pass is measured is the same after few and after many passes."""
+    monkeypatch.setattr(analyze_geometry, "PASS_TOKENS", 64)
+    held: list[int] = []
+    see = HullMeter.see
+
+    def seen(meter: HullMeter, layer: int, block: Block) -> None:
+        see(meter, layer, block)
+        if layer == 1:
+            tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+            held.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
+
+    monkeypatch.setattr(HullMeter, "see", seen)
+    few, many = (held_by(bent, tokens, held) for tokens in (4 * 64, 24 * 64))
+    assert (len(few), len(many)) == (4, 24)
+    assert few[-1] == many[-1]
+
+
+def held_by(run: RunFolder, tokens: int, held: list[int]) -> list[int]:
+    held.clear()
+    gc.collect()
+    assert geometry(run.path, tokens=tokens) == 0
+    return list(held)
 
 
 def test_people_read_tables(

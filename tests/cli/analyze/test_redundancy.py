@@ -43,6 +43,10 @@ def test_of_a_skipless_one_what_is_saved(skipless: RunFolder, data_folder: Path,
     parameters = done.json["parameters"]
     assert parameters["after"] - parameters["before"] == -2 * L * D * D
     assert done.json["exact"]["relative"] < 1e-9
+    page = (tmp_path / "found" / "redundancy.html").read_text()
+    assert '<figure id="conditions"' in page
+    assert f"({-2 * L * D * D:+,})" in page
+    assert [file.name for file in (tmp_path / "found").glob("*.svg")] == ["conditions.svg"]
     assert done.json["forced"] is None
     told = words(call("analyze", "redundancy", skipless.path, *options).out)
     assert f"({-2 * L * D * D:+,})" in told

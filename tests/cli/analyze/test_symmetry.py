@@ -36,6 +36,10 @@ def test_figures_are_those_of_the_library(
         norms = head_norms(model.get_submodule(f"blocks.{layer}.attention"), "values")
         assert [(head["near"], head["excess"]) for head in block["values"]] == [(n.near, n.excess) for n in norms]
     assert json.loads((tmp_path / "found" / "symmetry.json").read_text()) == tree
+    page = (tmp_path / "found" / "symmetry.html").read_text()
+    assert f"{tree['redundancy']:,} of {tree['parameters']:,} parameters change nothing" in page
+    assert "queries and keys" in page
+    assert {file.name for file in (tmp_path / "found").glob("*.svg")} == {"asymmetry.svg", "excess.svg"}
 
 
 def test_a_table_for_people(finished: RunFolder, data_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import pytest
 from qurve.analysis.hull import HullBound, LayerHull
 from qurve.analysis.spectrum import Spectrum
 from qurve.study.drawing import svg
-from qurve.study.page.geometry import draw_spectra, geometry_page, spectra_plot
+from qurve.study.page.geometry import draw_spectra, draw_training, figures, geometry_page, spectra_plot
 from qurve.study.worth import Table
 
 BOUND = HullBound(ambient=6, paper=4, tight=3, flat=2)
@@ -50,18 +51,34 @@ def test_the_still_picture_has_every_block(width: float) -> None:
 
 def test_the_page_is_whole() -> None:
     table = Table("Affine hull", ["block", "rank"], [["0", "3"]], ["A note <of> what it is."])
-    page = geometry_page("Geometry of <run>", ["Step 480."], LAYERS[:2], [table])
+    page = geometry_page("Geometry of <run>", ["Step 480."], [(480, LAYERS[:2])], [table])
     assert "Geometry of &lt;run&gt;" in page
     assert "A note &lt;of&gt; what it is." in page
     (data,) = re.findall(r'<script type="application/json" data-plot="spectra">(.*?)</script>', page, re.DOTALL)
     assert json.loads(data) == spectra_plot(LAYERS[:2])
     assert '<figure id="spectra"' in page
+    assert '<figure id="training"' not in page
+    assert list(figures([(480, LAYERS)])) == ["spectra.svg"]
     assert "Plotly" in page
+
+
+@pytest.mark.parametrize("width", [8.8, 3.9])
+def test_training_is_drawn_block_by_block(width: float) -> None:
+    start = [dataclasses.replace(hull, qkv=Spectrum((1.0, 1.0, 1.0, 0.0, 0.0, 0.0), 100)) for hull in LAYERS]
+    training = [(0, start), (80, LAYERS)]
+    bent, ratio = draw_training(training, width).axes
+    assert [line.get_label() for line in bent.lines] == [f"block {layer}" for layer in range(9)]
+    for axes, first, last in ((bent, 100 / 3, 100 * LAYERS[0].bent), (ratio, 3.0, SPECTRUM.participation_ratio)):
+        for line in axes.lines:
+            assert list(line.get_xdata()) == [0, 80]
+            assert list(line.get_ydata()) == pytest.approx([first, last])
+    assert list(figures(training)) == ["spectra.svg", "training.svg"]
+    assert '<figure id="training"' in geometry_page("A run", [], training, [])
 
 
 @pytest.mark.slow
 def test_the_page_lives_in_its_own_colours(browser: Any, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(geometry_page("A run", [], LAYERS, []), encoding="utf-8")
+    (tmp_path / "page.html").write_text(geometry_page("A run", [], [(0, LAYERS)], []), encoding="utf-8")
     page, wrong = browser.new_page(), list[str]()
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,18 +17,20 @@ from rich.console import Console
 from rich.table import Table as Shown
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qurve.cli.analyze.shared import as_text, leave, show
+from qurve.cli.analyze.shared import as_text, leave, show, untrained
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from qurve.analysis.conditioning import Conditioning
     from qurve.analysis.curvature import Curvature
     from qurve.analysis.hull import LayerHull
     from qurve.analysis.spectrum import Spectrum
+    from qurve.data.loader import TokenSplit
     from qurve.model.gpt import GPT
     from qurve.study.worth import Table
 
@@ -48,13 +51,14 @@ def geometry(
         int, option(metavar="N", help=f"Tokens of the validation data to take. Default: {TOKENS:,}, or what there is.")
     ] = TOKENS,
     every_checkpoint: Annotated[
-        FlagCreatePairsOff[bool], option(help="Measure each checkpoint that was kept, not the newest alone.")
+        FlagCreatePairsOff[bool],
+        option(help="Measure the model before training and each checkpoint that was kept, not the newest alone."),
     ] = False,
     data: Annotated[Path | None, option(metavar="DIR", help="Where the run's data is now.")] = None,
     out: Annotated[
         Path | None,
         option(
-            metavar="DIR", help="Also leave geometry.json here and, of a run, the page geometry.html and spectra.svg."
+            metavar="DIR", help="Also leave geometry.json here and, of a run, the page geometry.html and its figures."
         ),
     ] = None,
     device: Device = None,
@@ -80,14 +84,12 @@ def geometry(
             for table in _tables(found):
                 show(table, console)
         if out is not None:
-            from qurve.study.drawing import WIDE, svg
-            from qurve.study.page.geometry import draw_spectra, geometry_page
+            from qurve.study.page.geometry import figures, geometry_page
 
-            newest = found[-1]
-            words = [f"Step {newest.step:,}; {newest.tokens:,} tokens of validation text."]
-            page = geometry_page(f"Geometry of {run.name}", words, newest.hulls, _tables(found))
-            figure = svg(draw_spectra(newest.hulls, WIDE), "spectra", themed=False)
-            leave(out, {"geometry.html": page, "spectra.svg": figure}, plain(console))
+            words = [f"Step {found[-1].step:,}; {found[-1].tokens:,} tokens of validation text."]
+            training = [(checkpoint.step, checkpoint.hulls) for checkpoint in found]
+            page = geometry_page(f"Geometry of {run.name}", words, training, _tables(found))
+            leave(out, {"geometry.html": page, **figures(training)}, plain(console))
     leave(out, {"geometry.json": as_text(tree)}, plain(console))
     if as_json:
         print(json.dumps(tree, allow_nan=False))
@@ -138,34 +140,42 @@ def _run(folder: Path, tokens: int, data: Path | None, place: str, console: Cons
     run = RunFolder(folder)
     run.latest_checkpoint()  # refuses a folder without one
     steps = run.checkpoint_steps()
+    models = [(step, partial(GPT.from_run, folder, step)) for step in (steps if every else steps[-1:])]
+    if every:
+        models.insert(0, (0, partial(untrained, run)))
     found = []
-    batches = _batches(run, tokens, data)
-    for step in steps if every else steps[-1:]:
-        model = GPT.from_run(folder, step).to(place)
-        measured = _measured(model, step, batches, f"step {step:,}")
-        found.append(dataclasses.replace(measured, conditionings=_conditioned(model, batches[0][0], console)))
+    text = _text(run, tokens, data)
+    for step, model_of in models:
+        try:
+            model = model_of().to(place)
+        except BadInput as refusal:
+            if step:
+                raise
+            plain(console)(f"no step 0: {refusal}")
+            continue
+        measured = _measured(model, step, text, f"step {step:,}")
+        found.append(dataclasses.replace(measured, conditionings=_conditioned(model, text.first[0], console)))
     return found
 
 
-def _measured(model: GPT, step: int, batches: list[torch.Tensor], what: str) -> Checkpoint:
+def _measured(model: GPT, step: int, text: _Text, what: str) -> Checkpoint:
     """All but the condition numbers."""
     from qurve.analysis.curvature import measure_curvature
     from qurve.analysis.hull import measure_hulls
 
     config, place = model.config, model.token_embedding.weight.device
-    batches = [ids_BT.to(place) for ids_BT in batches]
-    few = batches[0][: max(1, CURVATURE_TOKENS // config.context)]
-    with _progress(what, len(batches) + 1) as advanced:
+    few = text.first[: max(1, CURVATURE_TOKENS // config.context)].to(place)
+    with _progress(what, len(text.parts) + 1) as advanced:
 
         def told() -> Iterator[torch.Tensor]:
-            for ids_BT in batches:
-                yield ids_BT
+            for ids_BT in text:
+                yield ids_BT.to(place)
                 advanced()
 
         hulls = measure_hulls(model, told())
         curvatures = measure_curvature(model, [few])
         advanced()
-    return Checkpoint(step, sum(ids_BT.numel() for ids_BT in batches), hulls, curvatures, [])
+    return Checkpoint(step, text.tokens, hulls, curvatures, [])
 
 
 def _conditioned(model: GPT, ids_T: torch.Tensor, console: Console) -> list[Conditioning]:
@@ -179,10 +189,36 @@ def _conditioned(model: GPT, ids_T: torch.Tensor, console: Console) -> list[Cond
         return []
 
 
-def _batches(run: RunFolder, tokens: int, data: Path | None) -> list[torch.Tensor]:
-    """Evenly spread windows of the run's validation data, `[B, T]`, of so many tokens together, or all there are."""
+@dataclass(frozen=True)
+class _Text:
+    """Evenly spread windows of validation data, of which no more than one pass's are in memory."""
+
+    split: TokenSplit
+    context: int
+    parts: list[np.ndarray[Any, Any]]
+    """Of each pass, where its windows begin."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Ids `[B, T]`, pass by pass."""
+        return map(self._read, self.parts)
+
+    def _read(self, starts: np.ndarray[Any, Any]) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self.split.windows(starts, self.context)[0])
+
+    @property
+    def first(self) -> torch.Tensor:
+        return self._read(self.parts[0])
+
+    @property
+    def tokens(self) -> int:
+        return self.context * sum(map(len, self.parts))
+
+
+def _text(run: RunFolder, tokens: int, data: Path | None) -> _Text:
+    """So many tokens of the run's validation data, or all there are."""
     import numpy as np
-    import torch
 
     from qurve.config import from_dict
     from qurve.data.order import fixed_eval_windows
@@ -192,8 +228,7 @@ def _batches(run: RunFolder, tokens: int, data: Path | None) -> list[torch.Tenso
     context = from_dict(ModelConfig, run.config_json()[0].get("model"), "model").context
     split = run_data(run.path, data).split("val")
     starts = fixed_eval_windows(len(split), context=context, count=math.ceil(tokens / context))
-    parts = np.array_split(starts, math.ceil(len(starts) * context / PASS_TOKENS))
-    return [torch.from_numpy(split.windows(part, context)[0]) for part in parts]
+    return _Text(split, context, np.array_split(starts, math.ceil(len(starts) * context / PASS_TOKENS)))
 
 
 @contextlib.contextmanager
@@ -240,8 +275,7 @@ def _study(folder: Path, tokens: int, data: Path | None, place: str) -> dict[str
         for run in arm.finished:
             source = RunFolder(folder_of(results, run))
             model = GPT.from_run(source.path).to(place)
-            batches = _batches(source, tokens, data)
-            found = _measured(model, run.step, batches, f"{arm.name}, seed {run.seed}")
+            found = _measured(model, run.step, _text(source, tokens, data), f"{arm.name}, seed {run.seed}")
             for name, figure in _figures(found).items():
                 figures.setdefault(name, {}).setdefault(arm.name, {})[run.seed] = figure
     if not figures:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 
-from qurve.cli.analyze.shared import as_text, leave, show
+from qurve.cli.analyze.shared import as_text, leave, show, untrained
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -126,7 +126,7 @@ def _opened(run: Path, data: Path | None, windows: int, device: str | None) -> _
     from qurve.train.runtime import resolve_device
     from qurve.train.windows import batch
 
-    config = earlier_config(RunFolder(run))
+    config, start = earlier_config(RunFolder(run)), untrained(RunFolder(run))
     place = resolve_device(TrainConfig(**given(device=device)).device)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device=place))
     model = GPT.from_run(run).to(place)
@@ -139,8 +139,7 @@ def _opened(run: Path, data: Path | None, windows: int, device: str | None) -> _
             f"{needed} tokens, and two others judged; give more --windows, or a run with more validation data"
         )
     parts = [batch(config, split, starts[n : n + 1], "val") for n in range(len(starts))]
-    start = GPT(config.model, seed=config.train.seed).to(place).eval()
-    return _Opened(run, data, config, model, start, parts[::2], parts[1::2])
+    return _Opened(run, data, config, model, start.to(place), parts[::2], parts[1::2])
 
 
 def _other(path: Path, opened: _Opened) -> GPT:

@@ -8,10 +8,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.table import Table
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
-from qurve.cli.analyze.shared import as_text, leave, validation_windows
+from qurve.cli.analyze.shared import as_text, leave, show, validation_windows
 from qurve.cli.shared import Json, console_for, option, plain
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from qurve.analysis.absorb import Verdict
     from qurve.analysis.redundancy import Redundancy
     from qurve.model.config import ModelConfig
+    from qurve.study.worth import Table
 
 WINDOWS, LONGEST = 4, 256
 """Stretches of the validation data that logits are compared on, and their tokens at most."""
@@ -40,7 +40,9 @@ def redundancy(
         option(help="Where a tied head stands in the way, count with one that has a weight of its own."),
     ] = False,
     data: Annotated[Path | None, option(metavar="DIR", help="Where the run's data is now.")] = None,
-    out: Annotated[Path | None, option(metavar="DIR", help="Also leave redundancy.json here.")] = None,
+    out: Annotated[
+        Path | None, option(metavar="DIR", help="Also leave redundancy.json, redundancy.html and its figures here.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Say of each block whether its linear query is redundant: what can be absorbed exactly, what is in the way."""
@@ -57,12 +59,17 @@ def redundancy(
     tree = _tree(run, found, before, ids_BT)
     console = console_for(as_json)
     say = plain(console)
-    leave(out, {"redundancy.json": as_text(tree)}, say)
+    if out is not None:
+        from qurve.study.page.redundancy import figures, redundancy_page
+
+        page = redundancy_page(f"Redundancy in {run.name}", _words(tree), tree, tables(tree))
+        leave(out, {"redundancy.json": as_text(tree), "redundancy.html": page, **figures(tree)}, say)
     if as_json:
         print(json.dumps(tree, allow_nan=False))
         return 0
-    console.print(_table(found))
-    for line in _lines(found, before):
+    for table in tables(tree):
+        show(table, console)
+    for line in _words(tree):
         say(line)
     return 0
 
@@ -92,42 +99,46 @@ def _verdict_tree(verdict: Verdict) -> dict[str, Any]:
     return {**tree, "condition": None if verdict.condition == math.inf else verdict.condition}
 
 
-def _table(found: Redundancy) -> Table:
-    several = len({verdict.weight for verdict in found.plan.verdicts}) > 1
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for title in ("block", *(["weight"] if several else []), "condition", "becomes", "saved", "in the way"):
-        table.add_column(title, justify="right" if title in ("block", "condition", "saved") else "left")
-    for v in found.plan.verdicts:
-        kinds = ", ".join(dict.fromkeys(obstacle.kind for obstacle in v.obstacles))
-        saved = f"{v.saved:,}" if v.saved else ""
-        becomes = {"kept": "stays", "none": "no such weight"}.get(v.outcome, v.outcome)
-        condition = "" if v.condition is None else f"{v.condition:.3g}"
-        table.add_row(str(v.layer), *([v.weight] if several else []), condition, becomes, saved, kinds)
-    return table
+def tables(tree: dict[str, Any]) -> list[Table]:
+    """What was found, for people; the JSON has every obstacle and violation."""
+    from qurve.study.page.redundancy import BECOMES
+    from qurve.study.worth import Table
+
+    several = len({verdict["weight"] for verdict in tree["verdicts"]}) > 1
+    rows, told = [], dict[tuple[str, str], str]()
+    for v in tree["verdicts"]:
+        condition = "" if v["condition"] is None else f"{v['condition']:.3g}"
+        saved = f"{v['saved']:,}" if v["saved"] else ""
+        kinds = ", ".join(dict.fromkeys(obstacle["kind"] for obstacle in v["obstacles"]))
+        rows.append(
+            [str(v["layer"]), *([v["weight"]] if several else []), condition, BECOMES[v["outcome"]], saved, kinds]
+        )
+        for one in v["obstacles"]:  # the first of a kind; the JSON has them all
+            told.setdefault((one["kind"], one["leaves"]), f"{one['kind']}: {one['where']} {one['why']}")
+    head = ["block", *(["weight"] if several else []), "condition", "becomes", "saved", "in the way"]
+    return [Table(title="Linear weights", head=head, rows=rows, notes=list(told.values()))]
 
 
-def _lines(found: Redundancy, before: int) -> list[str]:
-    """What the table says in words, with the logits before and after."""
-    lines, told = [], set[tuple[str, str]]()
-    for obstacle in (obstacle for verdict in found.plan.verdicts for obstacle in verdict.obstacles):
-        if (obstacle.kind, obstacle.leaves) not in told:  # the first of a kind; the JSON has them all
-            told.add((obstacle.kind, obstacle.leaves))
-            lines.append(f"{obstacle.kind}: {obstacle.where} {obstacle.why}")
-    if found.exact is not None:
-        untied = ", with a head of its own" if found.plan.unties else ""
+def _words(tree: dict[str, Any]) -> list[str]:
+    """What it comes to, with the logits before and after."""
+    lines = []
+    exact, forced = tree["exact"], tree["forced"]
+    before, after = (tree["parameters"][name] for name in ("before", "after"))
+    if exact is not None:
+        untied = ", with a head of its own" if tree["unties"] else ""
         lines.append(
-            f"exactly{untied}: {before:,} parameters become {before + found.added:,} ({found.added:+,}), and the "
-            f"logits differ by {found.exact.relative:.1e} of their size (at most {found.exact.largest:.1e})"
+            f"exactly{untied}: {before:,} parameters become {after:,} ({after - before:+,}), and the "
+            f"logits differ by {exact['relative']:.1e} of their size (at most {exact['largest']:.1e})"
         )
     else:
         lines.append("nothing can be absorbed exactly")
-    if found.forced is not None:
+    if forced is not None:
         lines.append(
-            f"forced: with every one the identity the logits change by {found.forced.relative:.0%} of their size, "
-            f"{found.forced.divergence:.3g} nats a token"
+            f"forced: with every one the identity the logits change by {forced['relative']:.0%} of their size, "
+            f"{forced['divergence']:.3g} nats a token"
         )
-        for kind in dict.fromkeys(violation.kind for violation in found.violations):
-            alike = [violation for violation in found.violations if violation.kind == kind]
-            worst = max(alike, key=lambda violation: violation.size)
-            lines.append(f"  {len(alike)} x {kind}, at worst {worst.size:.0%}: {worst.where}")
+        for kind in dict.fromkeys(violation["kind"] for violation in tree["violations"]):
+            alike = [violation for violation in tree["violations"] if violation["kind"] == kind]
+            worst = max(alike, key=lambda violation: violation["size"])
+            lines.append(f"  {len(alike)} x {kind}, at worst {worst['size']:.0%}: {worst['where']}")
     return lines

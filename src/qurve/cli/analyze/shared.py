@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table as Shown
 
+from qurve.errors import BadInput
 from qurve.files import write_atomic
+from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
     import numpy as np
     from rich.console import Console
 
+    from qurve.model.gpt import GPT
     from qurve.study.worth import Table
+
+
+PROSE = 26
+"""Characters of a cell from which on it is words, whatever digits are among them."""
+
+
+SHAPES_THE_START = ("model.", "train.seed")
 
 
 def validation_windows(run: Path, data: Path | None, length: int, count: int) -> np.ndarray[Any, Any]:
@@ -28,6 +38,25 @@ def validation_windows(run: Path, data: Path | None, length: int, count: int) ->
 
     split = run_data(run, data).split("val")
     return split.windows(fixed_eval_windows(len(split), context=length, count=count), length)[0]
+
+
+def untrained(run: RunFolder) -> GPT:
+    """The model that a run began with, in evaluation: initial weights follow from its configuration and seed.
+
+    Raises `BadInput` where the run went on with another one of these, so that its folder does not tell the first.
+    """
+    from qurve.model.gpt import GPT
+    from qurve.train.resume import earlier_config
+
+    config = earlier_config(run)
+    for entry in run.resumed():
+        changed = [name for name in entry["changed"] if name.startswith(SHAPES_THE_START) and name != "model.dropout"]
+        if entry["step"] and changed:
+            raise BadInput(
+                f"{run.path} went on after step {entry['step']} with another {', '.join(changed)}: the model that it "
+                "began with is not known"
+            )
+    return GPT(config.model, seed=config.train.seed).eval()
 
 
 def as_text(tree: Mapping[str, Any]) -> str:
@@ -45,10 +74,12 @@ def leave(out: Path | None, files: Mapping[str, str], say: Callable[[str], None]
 
 
 def show(table: Table, console: Console) -> None:
-    """A table on the terminal, and its notes below."""
+    """A table on the terminal, and its notes below. Numbers stand on the right."""
     shown = Shown(box=None, padding=(0, 1, 0, 0), pad_edge=False, title=table.title, title_justify="left")
     for place, title in enumerate(table.head):
-        shown.add_column(title, justify="right" if place else "left")
+        cells = [row[place] for row in table.rows]
+        is_text = not place or all(len(cell) > PROSE or not any(map(str.isdigit, cell)) for cell in cells)
+        shown.add_column(title, justify="left" if is_text else "right")
     for row in table.rows:
         shown.add_row(*row)
     console.print(shown)

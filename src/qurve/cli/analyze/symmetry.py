@@ -8,17 +8,16 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from rich.console import Console
-from rich.table import Table
 from tyro.conf import Positional, arg
 
-from qurve.cli.analyze.shared import as_text, leave, validation_windows
+from qurve.cli.analyze.shared import as_text, leave, show, validation_windows
 from qurve.cli.shared import Json, console_for, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
     from qurve.analysis.gauges import Pair
+    from qurve.study.worth import Table
 
 WINDOWS = 8
 """Windows of validation text on which logits are measured."""
@@ -27,17 +26,27 @@ WINDOWS = 8
 def symmetry(
     run: Annotated[Positional[Path], arg(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")],
     data: Annotated[Path | None, option(metavar="DIR", help="Where the run's data is now.")] = None,
-    out: Annotated[Path | None, option(metavar="DIR", help="Also leave symmetry.json here.")] = None,
+    out: Annotated[
+        Path | None, option(metavar="DIR", help="Also leave symmetry.json, symmetry.html and its figures here.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """How many parameters change nothing, how asymmetric each head is, and how unbalanced its weights are."""
     tree = _measured(RunFolder(run), data)
     console = console_for(as_json)
-    if not as_json:
-        _show(tree, console)
-    leave(out, {"symmetry.json": as_text(tree)}, plain(console))
+    say = plain(console)
+    if out is not None:
+        from qurve.study.page.symmetry import figures, symmetry_page
+
+        page = symmetry_page(f"Symmetry of {run.name}", _words(tree), tree, tables(tree))
+        leave(out, {"symmetry.json": as_text(tree), "symmetry.html": page, **figures(tree)}, say)
     if as_json:
         print(json.dumps(tree, allow_nan=False))
+        return 0
+    for line in _words(tree):
+        say(line)
+    for table in tables(tree):
+        show(table, console)
     return 0
 
 
@@ -84,31 +93,42 @@ def _norms(attention: Any, pair: Pair) -> list[dict[str, float | None]] | None:
     return [{**dataclasses.asdict(n), "excess": n.excess if n.nuclear else None} for n in found]
 
 
-def _show(tree: dict[str, Any], console: Console) -> None:
-    say = plain(console)
+def _words(tree: dict[str, Any]) -> list[str]:
+    if "why_not_counted" in tree:
+        return [tree["why_not_counted"]]
+    share = tree["redundancy"] / tree["parameters"]
+    return [f"{tree['redundancy']:,} of {tree['parameters']:,} parameters change nothing ({share:.2%})."]
+
+
+def tables(tree: dict[str, Any]) -> list[Table]:
+    """What was found, for people; the JSON has every head."""
+    from qurve.study.worth import Table
+
+    found = []
     if "symmetries" in tree:
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, caption_justify="left")
-        for title in ("symmetry", "dimension", "what changes; what undoes it"):
-            table.add_column(title, justify="right" if title == "dimension" else "left")
-        for row in tree["symmetries"]:
-            table.add_row(row["name"], f"{row['dimension']:,}", row["what"])
-        console.print(table)
-        share = tree["redundancy"] / tree["parameters"]
-        say(f"{tree['redundancy']:,} of {tree['parameters']:,} parameters change nothing ({share:.2%}).")
-    else:
-        say(tree["why_not_counted"])
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("block", "asymmetry", "of logits", "|W_Q| |W_K|", "excess", "|W_V| |W_O|", "excess"):
-        table.add_column(title, justify="left" if title == "block" else "right")
+        found.append(
+            Table(
+                title="Symmetries",
+                head=["symmetry", "dimension", "what changes; what undoes it"],
+                rows=[[row["name"], f"{row['dimension']:,}", row["what"]] for row in tree["symmetries"]],
+            )
+        )
+    rows = []
     for block in tree["blocks"]:
         shares = (_range(block[name]) for name in ("asymmetry", "logit_asymmetry"))
         norms = (text for pair in ("logits", "values") for text in _pair(block[pair]))
-        table.add_row(str(block["block"]), *shares, *norms)
-    console.print(table)
-    say(
-        "Means over the heads, and their range. Asymmetry: 0 for symmetric W_Q W_K^T or logits, 0.5 for unrelated W_Q "
-        "and W_K, 1 for antisymmetric. Excess: the two factors' squared norms over the least that heads' bases allow."
+        rows.append([str(block["block"]), *shares, *norms])
+    heads = Table(
+        title="Heads",
+        head=["block", "asymmetry", "of logits", "|W_Q| |W_K|", "excess", "|W_V| |W_O|", "excess"],
+        rows=rows,
+        notes=[
+            "Means over the heads, and their range. Asymmetry: 0 for symmetric W_Q W_K^T or logits, 0.5 for unrelated "
+            "W_Q and W_K, 1 for antisymmetric. Excess: the two factors' squared norms over the least that heads' bases "
+            "allow."
+        ],
     )
+    return [*found, heads]
 
 
 def _range(values: list[float] | None) -> str:

@@ -1,4 +1,5 @@
-"""A model's geometry as a page: the spectrum of every block's queries, keys and values, and what it comes to."""
+"""A model's geometry as a page: the spectrum of every block's queries, keys and values, what it comes to, and how it
+came about."""
 
 from __future__ import annotations
 
@@ -8,24 +9,40 @@ from typing import TYPE_CHECKING, Any
 
 from qurve.analysis.hull import LayerHull
 from qurve.analysis.spectrum import FLOOR, TOLERANCE
-from qurve.study.drawing import PALETTE, blank, legend, line, styled
-from qurve.study.page.build import plotly, safe_json, script
-from qurve.study.page.pieces import environment, in_table, picture, text
+from qurve.study.drawing import PALETTE, WIDE, blank, legend, line, styled, svg
+from qurve.study.page.analysis import analysis_page
+from qurve.study.page.pieces import Numbers, picture
 from qurve.study.worth import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Training = Sequence[tuple[int, Sequence[LayerHull]]]
+"""Steps, ascending, and the blocks' hulls after them."""
 DIRECTION = "principal direction of (q, k, v)"
 DEVIATION = "deviation, share of the largest"
 DECADES = range(-7, 1)
 
 
-def geometry_page(title: str, words: Sequence[str], layers: Sequence[LayerHull], tables: Sequence[Table]) -> str:
-    """One HTML file: sentences on top, the spectra, then the tables."""
-    from markupsafe import Markup
+def geometry_page(title: str, words: Sequence[str], training: Training, tables: Sequence[Table]) -> str:
+    """One HTML file: sentences on top, the newest spectra, how it came to them, then the tables."""
+    newest = training[-1][1]
+    shown = [("Spectra", _spectra(newest))]
+    if len(training) > 1:
+        shown.append(("Over training", _training(training)))
+    return analysis_page("geometry", title, words, shown, tables, {"spectra": spectra_plot(newest)})
 
-    figure = picture(
+
+def figures(training: Training) -> dict[str, str]:
+    """The page's figures by file name, as SVG."""
+    drawn = {"spectra": draw_spectra(training[-1][1], WIDE)}
+    if len(training) > 1:
+        drawn["training"] = draw_training(training, WIDE)
+    return {f"{name}.svg": svg(figure, name, themed=False) for name, figure in drawn.items()}
+
+
+def _spectra(layers: Sequence[LayerHull]) -> str:
+    return picture(
         "spectra",
         lambda width: draw_spectra(layers, width),
         alt="Deviations of queries, keys and values along their principal directions, a line for each block",
@@ -33,20 +50,36 @@ def geometry_page(title: str, words: Sequence[str], layers: Sequence[LayerHull],
         "directions. Upright lines: where a linear pathway has to end, where this one has to, and the paper's bound; "
         "the level one: the tolerance of the rank.",
     )
-    numbers = "".join(in_table(f"table-{place}", table) for place, table in enumerate(tables))
-    parts = [("Spectra", figure), ("In numbers", numbers)]
-    return (
-        environment()
-        .get_template("geometry.html")
-        .render(
-            results={"title": title},
-            words=words,
-            css=Markup(text("page.css")),
-            scripts=[script(source) for source in (plotly(), text("page.js"))],
-            plot=Markup(safe_json(spectra_plot(layers))),
-            sections=[{"title": name, "fragment": Markup(html), "folded": False} for name, html in parts],
-        )
+
+
+def _training(training: Training) -> str:
+    rows = [
+        [f"{hull.layer}, {name}", *(f"{value:.3g}" for _, value in points)]
+        for place, hull in enumerate(training[-1][1])
+        for name, points in _over_training(training, place).items()
+    ]
+    return picture(
+        "training",
+        lambda width: draw_training(training, width),
+        alt="Bent share and participation ratio of every block against steps; the table below has the numbers",
+        caption="One line a block, from the model before training on. Bent: share of the variance of queries, keys and "
+        "values together that leaves every flat which a linear pathway could have. Participation ratio: in how many "
+        "directions they vary, weighted by how much.",
+        numbers=Numbers(
+            "Bent share and participation ratio of every block",
+            ["block", *(f"step {step:,}" for step, _ in training)],
+            rows,
+        ),
     )
+
+
+def _over_training(training: Training, place: int) -> dict[str, list[tuple[float, float]]]:
+    """What is drawn of one block, against the steps."""
+    blocks = [(step, layers[place]) for step, layers in training]
+    return {
+        "bent, per cent of the variance": [(step, 100 * hull.bent) for step, hull in blocks],
+        "participation ratio": [(step, hull.qkv.participation_ratio) for step, hull in blocks],
+    }
 
 
 def spectra_plot(layers: Sequence[LayerHull]) -> dict[str, Any]:
@@ -94,6 +127,22 @@ def spectra_plot(layers: Sequence[LayerHull]) -> dict[str, Any]:
     }
     buttons = [{"name": n, "label": n, "colour": _colour(hull)} for n, hull in zip(names, layers, strict=True)]
     return {"traces": traces, "layout": layout, "arms": buttons, "layers": []}
+
+
+@styled
+def draw_training(training: Training, width: float) -> Figure:
+    """Two panels, a line for each block; `width` in inches."""
+    wide = width > 5
+    fig = blank(width, width * (0.36 if wide else 1.2))
+    panels = fig.subplots(1, 2) if wide else fig.subplots(2, 1)
+    for place, hull in enumerate(training[-1][1]):
+        look = {"color": PALETTE[_colour(hull)], "linewidth": 1.4, "marker": ".", "label": f"block {hull.layer}"}
+        for axes, (name, points) in zip(panels, _over_training(training, place).items(), strict=True):
+            line(axes, points, **look)
+            axes.set_xlabel("step")
+            axes.set_ylabel(name)
+    legend(fig, panels[0], width)
+    return fig
 
 
 @styled

@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from qurve.study.drawing import INK, PALETTE, WIDE, blank, legend, styled, svg
-from qurve.study.page.pieces import environment, in_table, picture, text
+from qurve.study.page.analysis import analysis_page
+from qurve.study.page.pieces import picture
 from qurve.study.worth import Table
 
 if TYPE_CHECKING:
@@ -22,23 +23,11 @@ ROW = 0.21
 
 def mechanism_page(title: str, words: Sequence[str], tree: dict[str, Any], tables: Sequence[Table]) -> str:
     """One HTML file without a script: sentences on top, the figures that there are numbers for, then the tables."""
-    from markupsafe import Markup
-
-    parts = []
+    shown = []
     if "interventions" in tree:
-        parts.append(("What f is worth", _interventions(tree)))
-        parts.append(("Conjunctions", _conjunctions(tree)))
-    parts += [(table.title, in_table(f"table-{place}", table)) for place, table in enumerate(tables)]
-    return (
-        environment()
-        .get_template("mechanism.html")
-        .render(
-            results={"title": title, "words": words},
-            css=Markup(text("page.css")),
-            scripts=[],
-            sections=[{"title": name, "fragment": Markup(html), "folded": False} for name, html in parts],
-        )
-    )
+        shown.append(("What f is worth", _interventions(tree)))
+        shown.append(("Conjunctions", _conjunctions(tree)))
+    return analysis_page("mechanism", title, words, shown, tables)
 
 
 def figures(tree: dict[str, Any]) -> dict[str, str]:
