@@ -124,9 +124,9 @@ def test_arms_at_the_baselines_point_are_a_family_of_their_own(tmp_path: Path) -
         one, search = make_study(widths), Search({"train.lr": (0.5,)})
         scores = [Score(trial, 3.0, "finished") for trial in trials(search, one.configs, ())]
         one = dataclasses.replace(one, search=evidence(search, one.configs, scores))
-        at = make_study(widths, FIVE, "train.lr=0.5").arms[1:]
+        base, *at = make_study(widths, FIVE, "train.lr=0.5").arms
         at = tuple(dataclasses.replace(arm, name=f"{arm.name}@baseline", matched=arm.name) for arm in at)
-        return dataclasses.replace(one, arms=(*one.arms, *at))
+        return dataclasses.replace(one, arms=(base, *one.arms[1:], *at))
 
     assert {family: len(arms) for family, arms in look(tmp_path, searched(*TEN)).beside.items()} == {
         "own": 0,
