@@ -209,6 +209,13 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """The mask as it is: the model makes its own, of what it knows about padding."""
         return attention_mask
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: `generate_batch`, `cache_implementation="paged"`, and servers that batch so come through here."""
+        raise BadInput(
+            "continuous batching keeps keys and values in pages that transformers' attention functions read, and this "
+            "model has an attention of its own: use generate, whose batches are padded"
+        )
+
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Never by itself: how many tokens a cache holds is a number here, and each would be compiled for."""
         return False
