@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import tomllib
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
 
 from combinations import LENGTH, VOCABULARY, Row, config_of, covering_array, words
+from commands import ROOT
 from qurve.errors import BadInput
 from qurve.generate import Sampling, generate
 from qurve.hf import QurveConfig, QurveForCausalLM
@@ -327,3 +330,13 @@ def test_auto_classes_know_it_and_half_a_checkpoint_is_refused(tmp_path: Any) ->
 def test_another_configuration_is_refused(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         QurveConfig.from_dict(tree)
+
+
+def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to one minor version lower it imports, and calls a cache by another name."""
+    older = types.SimpleNamespace(__dataclass_fields__={"past_key_values": None})
+    monkeypatch.setattr("qurve.hf.modeling.CausalLMOutputWithPast", older)
+    with pytest.raises(BadInput, match=r"needs transformers 5\.24 or newer, and this is"):
+        hub_of(ModelConfig(**SMALL))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "transformers>=5.24" in project["optional-dependencies"]["hf"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
@@ -58,6 +59,11 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     supports_gradient_checkpointing = True
 
     def __init__(self, config: QurveConfig) -> None:
+        if "cache" not in CausalLMOutputWithPast.__dataclass_fields__:  # it has another name in older ones
+            raise BadInput(
+                f"this model needs transformers 5.24 or newer, and this is {transformers.__version__}: pip install "
+                "'qurve[hf]'"
+            )
         super().__init__(config)
         self.gpt = GPT(config.model)
         for module in self.gpt.modules():
