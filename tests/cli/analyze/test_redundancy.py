@@ -62,9 +62,7 @@ def test_what_cannot_be_is_refused(finished: RunFolder, tmp_path: Path) -> None:
         assert said in words(refused.err)
 
 
-def test_an_exported_model_has_the_verdicts_of_its_run(
-    skipless: RunFolder, finished: RunFolder, tmp_path: Path
-) -> None:
+def test_an_exported_model_has_its_runs_verdicts(skipless: RunFolder, finished: RunFolder, tmp_path: Path) -> None:
     """A GPT-2 of transformers', and one of our class; conditions and counts are of the weights alone."""
     for run, to in ((finished, "stock"), (skipless, "hf")):
         folder = tmp_path / to
