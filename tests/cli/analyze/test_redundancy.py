@@ -116,7 +116,10 @@ def test_of_somebody_elses_model(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_that_cannot_be_read_is_named(case: str, said: str, tmp_path: Path, data_folder: Path) -> None:
-    changes = {"gelu_new": {"hidden_act": "gelu_new"}, "another tokenizer": {"vocab_size": 90}}
+    changes: dict[str, dict[str, object]] = {
+        "gelu_new": {"hidden_act": "gelu_new"},
+        "another tokenizer": {"vocab_size": 90},
+    }
     folder = llama(tmp_path / "model", **changes.get(case, {}))
     if case == "mistral":
         (folder / "config.json").write_text('{"model_type": "mistral"}')
