@@ -69,7 +69,7 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
         ("study documents", "FOLDER --data --device --json"),
         ("study ladder", "LADDER --data --out --workers --json"),
         ("analyze", "redundancy symmetry geometry mechanism"),
-        ("analyze redundancy", "RUN --weight --untie --data --out --json"),
+        ("analyze redundancy", "RUN|HF_DIR --weight --untie --data --out --json"),
         ("analyze symmetry", "RUN --data --out --json"),
         ("analyze geometry", "RUN --tokens --every-checkpoint --data --out --device --json"),
         ("analyze mechanism", "RUN --against --windows --data --out --device --json"),

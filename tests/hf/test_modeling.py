@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import tomllib
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
 
 from combinations import LENGTH, VOCABULARY, Row, config_of, covering_array, words
+from commands import ROOT
 from qurve.errors import BadInput
 from qurve.generate import Sampling, generate
 from qurve.hf import QurveConfig, QurveForCausalLM
-from qurve.model.config import ModelConfig
+from qurve.model.config import LayerOverride, ModelConfig
 from qurve.model.feed_forward import MixtureOfExperts
 from qurve.model.gpt import GPT
 from qurve.model.positions import Rope
@@ -114,12 +117,52 @@ def test_every_cache_generates_what_ours_does(name: str) -> None:
     made = generate(own, prompts, sampling=Sampling(temperature=0), max_new_tokens=20)
     expected = torch.tensor([one.ids for one in made])
     asked: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
-    for way in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+    ways: list[dict[str, Any]] = [{}, {"use_cache": False}, {"cache": DynamicCache()}, {"prefill_chunk_size": 5}]
+    ways += [{"cache_implementation": "static"}, {"cache_implementation": "static", "prefill_chunk_size": 5}]
+    for way in ways:
         assert torch.equal(hub.generate(ids_BT, **asked, **way)[:, 12:], expected), way
     beams = hub.generate(ids_BT, **asked, num_beams=3)
     assert torch.equal(beams, hub.generate(ids_BT, **asked, num_beams=3, use_cache=False))
     several = hub.generate(ids_BT, **{**asked, "do_sample": True}, num_return_sequences=2)
     assert several.shape == (4, 32)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@torch.no_grad()
+def test_a_quantised_cache_holds_what_is_keys_and_values(name: str) -> None:
+    """In eight bits logits move a little; a state of ours is no part of it."""
+    hub, ids_BT = hub_of(MIXERS[name]), tokens(20, 31)
+    cache = QuantizedCache("fp8", config=hub.config)
+    found = torch.cat([hub(part, cache=cache).logits for part in ids_BT.split([12, 5, 1, 1, 1], dim=1)], dim=1)
+    expected = hub(ids_BT, use_cache=False).logits
+    assert cache.get_seq_length() == 20
+    if name != "softmax":
+        assert_same(found, expected)
+        return
+    assert cache.layers[2]._quantized_keys[0].dtype == torch.float8_e4m3fn
+    assert_same(found[:, :12], expected[:, :12])
+    change = (found - expected).norm() / expected.norm()
+    assert 1e-4 < change < 0.05
+    asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "num_beams": 3}
+    fp8 = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    assert hub.generate(ids_BT[:, :12], **asked, **fp8).shape == (2, 32)
+
+
+MIXED = ModelConfig(**SMALL, overrides=(LayerOverride((1,), mixer=LinearAttention()),))
+
+
+@pytest.mark.parametrize(
+    ("config", "way", "said"),
+    [
+        (MIXERS["softmax"], "offloaded", "takes keys and values off a GPU, and this model is on the cpu"),
+        (MIXERS["softmax"], "offloaded_static", "takes keys and values off a GPU, and this model is on the cpu"),
+        (MIXED, "offloaded", "block 1 keeps another state"),
+        (MIXERS["softmax"], "paged", "this model has an attention of its own: use generate"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(config: ModelConfig, way: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        hub_of(config).generate(tokens(12, 31), max_new_tokens=2, cache_implementation=way)
 
 
 def test_a_prefix_model_takes_its_prompt_for_the_prefix() -> None:
@@ -287,3 +330,13 @@ def test_auto_classes_know_it_and_half_a_checkpoint_is_refused(tmp_path: Any) ->
 def test_another_configuration_is_refused(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         QurveConfig.from_dict(tree)
+
+
+def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to one minor version lower it imports, and calls a cache by another name."""
+    older = types.SimpleNamespace(__dataclass_fields__={"past_key_values": None})
+    monkeypatch.setattr("qurve.hf.modeling.CausalLMOutputWithPast", older)
+    with pytest.raises(BadInput, match=r"needs transformers 5\.24 or newer, and this is"):
+        hub_of(ModelConfig(**SMALL))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "transformers>=5.24" in project["optional-dependencies"]["hf"]

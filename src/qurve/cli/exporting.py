@@ -35,7 +35,7 @@ def export(
     as_json: Json = False,
 ) -> int:
     """Write a trained model for others, with its tokenizer; its logits are compared before it gets its name."""
-    return _tell(_hf().export(run, out, to, data), as_json)
+    return _tell(hub().export(run, out, to, data), as_json)
 
 
 def import_(
@@ -46,10 +46,11 @@ def import_(
     as_json: Json = False,
 ) -> int:
     """Make a run's folder of a Hugging Face model, to generate with and to evaluate."""
-    return _tell(_hf().import_folder(folder, out), as_json)
+    return _tell(hub().import_folder(folder, out), as_json)
 
 
-def _hf() -> ModuleType:
+def hub() -> ModuleType:
+    """`qurve.hf.export`. Raises `BadInput` where its extra is not installed."""
     try:
         return importlib.import_module("qurve.hf.export")
     except ImportError as error:

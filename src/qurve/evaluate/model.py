@@ -86,7 +86,7 @@ def open_model(
         )
     if RunFolder(place).metrics_file.exists():
         return _OurRun(place, data, device, dtype)
-    if "model_type" in _config(place):
+    if model_type(place) is not None:
         return _HuggingFace(place, device, dtype)
     raise BadInput(
         f"{place} holds no model: it is neither a run's folder (metrics.jsonl) nor a Hugging Face model's (config.json "
@@ -94,13 +94,17 @@ def open_model(
     )
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
+def model_type(folder: str | os.PathLike[str]) -> str | None:
+    """The kind of model that a folder of `transformers` says it holds, in its config.json; None for any other folder.
+
+    Raises `BadInput` for a config.json that cannot be read.
+    """
+    file = Path(folder) / "config.json"
     try:
         tree = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (ValueError, OSError, RecursionError) as error:
         raise BadInput(f"{file} cannot be read ({error})") from None
-    return tree if isinstance(tree, dict) else {}
+    return str(tree["model_type"]) if isinstance(tree, dict) and "model_type" in tree else None
 
 
 class _OurRun(Evaluated):
@@ -149,7 +153,7 @@ class _HuggingFace(Evaluated):
             transformers: Any = importlib.import_module("transformers")
         except ImportError:
             raise BadInput(f"{folder} needs the package transformers; `pip install 'qurve[hf]'`") from None
-        if _config(folder)["model_type"] == "qurve":
+        if model_type(folder) == "qurve":
             importlib.import_module("qurve.hf")  # which makes the model's class known to transformers
         try:
             model, loaded = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,7 +1,7 @@
 """transformers' caches under our model: keys and values go into their layers, any other state into layers of our own.
 
-So `generate` works with whatever cache it makes (dynamic, static, quantised, offloaded), and reorders, repeats and
-crops it as it does for any model.
+So `generate` works with whatever cache it makes (dynamic, static, quantised; offloaded, where all is keys and values on
+a GPU), and reorders, repeats and crops it as it does for any model. Only the pages of continuous batching are refused.
 
 Legend: B sequences, G key/value heads, T new tokens, S all tokens so far, E head width, K chosen sequences.
 """
@@ -15,18 +15,33 @@ from torch import Tensor
 from transformers.cache_utils import Cache as HubCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from qurve.errors import BadInput
 from qurve.model.cache import Cache, KeysValues, State
 from qurve.model.config import ModelConfig
 from qurve.model.mixers import Softmax
 
 
 class HeldCache(Cache):
-    """What our model reads and writes, for one forward pass, of a cache that transformers keeps."""
+    """What our model reads and writes, for one forward pass, of a cache that transformers keeps.
 
-    def __init__(self, held: HubCache, config: ModelConfig, batch: int, padding_B: Tensor | None, **factory: Any):
+    Raises `BadInput` for one that is offloaded where it cannot be.
+    """
+
+    def __init__(
+        self,
+        held: HubCache,
+        config: ModelConfig,
+        batch: int,
+        padding_B: Tensor | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self.context, self.padding_B = config.context, padding_B
         self._filled = int(held.get_seq_length())
         self._layers = _own_layers(held, config)
+        if held.offloading:
+            _check_offloading(device, list(self._layers))
         self.states = []
         for layer in range(config.n_layers):
             if (own := self._layers.get(layer)) is None:
@@ -34,7 +49,7 @@ class HeldCache(Cache):
                 continue
             if own.state is None:
                 here = config.at(layer)
-                own.state, own.room = here.mixer.state(here, batch, 1, **factory), 1
+                own.state, own.room = here.mixer.state(here, batch, 1, device=device, dtype=dtype), 1
             self.states.append(own.state)
 
     @property
@@ -128,12 +143,6 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("a state that is not keys and values takes none")
 
-    def offload(self) -> None:
-        """It stays where it is: it does not grow with the text, or by little."""
-
-    def prefetch(self) -> None:
-        """See `offload`."""
-
 
 def _own_layers(held: HubCache, config: ModelConfig) -> dict[int, StateLayer]:
     """The layers of a cache that hold a state of ours, by block; put there now, if the cache is a new one."""
@@ -146,3 +155,17 @@ def _own_layers(held: HubCache, config: ModelConfig) -> dict[int, StateLayer]:
             held.layers[layer] = StateLayer()
         found[layer] = held.layers[layer]
     return found
+
+
+def _check_offloading(device: torch.device, ours: list[int]) -> None:
+    """An offloaded cache fetches the next layer while one is used: where that is one of ours, another stays away."""
+    if ours:
+        raise BadInput(
+            f"an offloaded cache moves keys and values alone, and block {ours[0]} keeps another state: take a cache "
+            "that is not offloaded"
+        )
+    if device.type != "cuda":
+        raise BadInput(
+            f"an offloaded cache takes keys and values off a GPU, and this model is on the {device.type}: take a cache "
+            "that is not offloaded"
+        )

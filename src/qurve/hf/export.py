@@ -101,17 +101,7 @@ def import_folder(source: str | os.PathLike[str], out: str | os.PathLike[str]) -
     Raises `BadInput` with nothing written.
     """
     source = Path(source)
-    tree = _config_of(source)
-    if "model_type" not in tree:
-        model, kind = load_weights(source), "safetensors"
-        asked = _asked(model)
-    else:
-        theirs = _read_theirs(source)
-        try:
-            model = theirs.gpt if isinstance(theirs, QurveForCausalLM) else from_stock(theirs)
-        except BadInput as error:
-            raise BadInput(f"{source}: {error}") from None
-        kind, asked = type(theirs).__name__, _asked(theirs)
+    model, kind, asked = _read(source)
     tokenizer = _our_tokenizer(source)
     objective = next(k for k in ObjectiveConfig.registry.values() if k.attends == model.config.attends)()
     spec = DataConfig().tokenizer if tokenizer is None else tokenizer.spec
@@ -133,6 +123,16 @@ def import_folder(source: str | os.PathLike[str], out: str | os.PathLike[str]) -
         rows = model.config.vocab_size
         apart = _difference(asked, _asked(GPT.from_run(part)), model.config, range(rows))
     return Moved(str(out), kind, None if tokenizer is None else tokenizer.spec, rows, apart)
+
+
+def read_model(source: str | os.PathLike[str]) -> GPT:
+    """Our model of such a folder: float32, in evaluation mode, its logits compared with theirs on some random ids.
+
+    Raises `BadInput` for what `import_folder` refuses.
+    """
+    model, _, asked = _read(Path(source))
+    _difference(asked, _asked(model), model.config, range(model.config.vocab_size))
+    return model
 
 
 def as_hub_model(model: GPT, **tokens: int | None) -> QurveForCausalLM:
@@ -226,6 +226,19 @@ def _new_folder(out: Path) -> Iterator[Path]:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
         raise
+
+
+def _read(source: Path) -> tuple[GPT, str, Asked]:
+    """A folder's model as ours, the class that it is there, and how that one is asked for logits."""
+    if "model_type" not in _config_of(source):
+        model = load_weights(source)
+        return model, "safetensors", _asked(model)
+    theirs = _read_theirs(source)
+    try:
+        model = theirs.gpt if isinstance(theirs, QurveForCausalLM) else from_stock(theirs)
+    except BadInput as error:
+        raise BadInput(f"{source}: {error}") from None
+    return model, type(theirs).__name__, _asked(theirs)
 
 
 def _config_of(folder: Path) -> dict[str, Any]:

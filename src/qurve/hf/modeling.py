@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
@@ -58,6 +59,11 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     supports_gradient_checkpointing = True
 
     def __init__(self, config: QurveConfig) -> None:
+        if "cache" not in CausalLMOutputWithPast.__dataclass_fields__:  # it has another name in older ones
+            raise BadInput(
+                f"this model needs transformers 5.24 or newer, and this is {transformers.__version__}: pip install "
+                "'qurve[hf]'"
+            )
         super().__init__(config)
         self.gpt = GPT(config.model)
         for module in self.gpt.modules():
@@ -208,6 +214,13 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
         """The mask as it is: the model makes its own, of what it knows about padding."""
         return attention_mask
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: `generate_batch`, `cache_implementation="paged"`, and servers that batch so come through here."""
+        raise BadInput(
+            "continuous batching keeps keys and values in pages that transformers' attention functions read, and this "
+            "model has an attention of its own: use generate, whose batches are padded"
+        )
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Never by itself: how many tokens a cache holds is a number here, and each would be compiled for."""

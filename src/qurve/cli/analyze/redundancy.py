@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
-from qurve.cli.analyze.shared import as_text, leave, show, validation_windows
+from qurve.cli.analyze.shared import as_text, embedded_windows, leave, show, validation_windows
+from qurve.cli.exporting import hub
 from qurve.cli.shared import Json, console_for, option, plain
+from qurve.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
@@ -19,14 +21,21 @@ if TYPE_CHECKING:
     from qurve.analysis.absorb import Verdict
     from qurve.analysis.redundancy import Redundancy
     from qurve.model.config import ModelConfig
+    from qurve.model.gpt import GPT
     from qurve.study.worth import Table
 
 WINDOWS, LONGEST = 4, 256
-"""Stretches of the validation data that logits are compared on, and their tokens at most."""
+"""Stretches of text that logits are compared on, and their tokens at most."""
 
 
 def redundancy(
-    run: Annotated[Positional[Path], arg(metavar="RUN", help="A run's folder: its newest checkpoint is taken.")],
+    run: Annotated[
+        Positional[Path],
+        arg(
+            metavar="RUN|HF_DIR",
+            help="A run's folder, at its newest checkpoint, or a Hugging Face model's that `qurve import` reads.",
+        ),
+    ],
     weights: Annotated[
         UseAppendAction[tuple[Literal["query", "key", "value", "output"], ...]],
         option(
@@ -45,15 +54,14 @@ def redundancy(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Say of each block whether its linear query is redundant: what can be absorbed exactly, what is in the way."""
-    import torch
+    """Say of each block whether its linear query is redundant: what can be absorbed exactly, what is in the way.
 
+    Logits are compared on a run's validation data; of a Hugging Face model, on the embedded corpus.
+    """
     from qurve.analysis.redundancy import redundancy as measure
-    from qurve.model.gpt import GPT
 
-    model = GPT.from_run(run).double()
+    model, ids_BT = _model_and_text(run, data)
     chosen = tuple(dict.fromkeys(weights)) or ("query",)
-    ids_BT = torch.from_numpy(validation_windows(run, data, min(model.config.context, LONGEST), WINDOWS))
     found = measure(model, ids_BT, chosen, untie, **_limits(model.config, ids_BT))
     before = sum(p.numel() for p in model.parameters())
     tree = _tree(run, found, before, ids_BT)
@@ -72,6 +80,23 @@ def redundancy(
     for line in _words(tree):
         say(line)
     return 0
+
+
+def _model_and_text(folder: Path, data: Path | None) -> tuple[GPT, torch.Tensor]:
+    """The model in float64, and the ids `[B, T]` that its logits are compared on."""
+    import torch
+
+    from qurve.evaluate.model import model_type
+    from qurve.model.gpt import GPT
+
+    if model_type(folder) is None:
+        model = GPT.from_run(folder).double()
+        ids = validation_windows(folder, data, min(model.config.context, LONGEST), WINDOWS)
+        return model, torch.from_numpy(ids)
+    if data is not None:
+        raise BadInput(f"--data {data}: {folder} is no run's folder; logits are compared on the embedded corpus")
+    model = hub().read_model(folder).double()
+    return model, torch.from_numpy(embedded_windows(folder, model.config, LONGEST, WINDOWS))
 
 
 def _limits(config: ModelConfig, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:

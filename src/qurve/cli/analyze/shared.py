@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.console import Console
 
+    from qurve.model.config import ModelConfig
     from qurve.model.gpt import GPT
     from qurve.study.worth import Table
 
@@ -57,6 +58,45 @@ def untrained(run: RunFolder) -> GPT:
                 "began with is not known"
             )
     return GPT(config.model, seed=config.train.seed).eval()
+
+
+def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int) -> np.ndarray[Any, Any]:
+    """The beginnings of the embedded corpus's first documents by a Hugging Face model's own tokenizer: ids `[B, T]`, T
+    the context or `longest`.
+
+    Raises `BadInput` for a folder whose tokenizer cannot be loaded, or is another model's.
+    """
+    import itertools
+
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from qurve.data.corpus import embedded_corpus
+    from qurve.data.sources import Sources
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        texts = list(itertools.islice(Sources([embedded_corpus()]).documents(), count))
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    except BadInput:
+        raise
+    except Exception as error:  # a file that is missing or torn, a class that is unknown: no common base
+        why = (str(error).strip().splitlines() or [""])[0]
+        raise BadInput(
+            f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {why}), and logits are compared on text"
+        ) from error
+    length = min(config.context, longest, *map(len, encoded))
+    if not length:
+        raise BadInput(
+            f"{folder} holds no tokenizer, or one that makes nothing of text, and logits are compared on text"
+        )
+    ids_BT = np.array([ids[:length] for ids in encoded], dtype=np.int64)
+    if ids_BT.max() >= config.vocab_size:
+        raise BadInput(
+            f"{folder}: its tokenizer is another model's: it gives the id {ids_BT.max():,}, and the vocabulary here "
+            f"has {config.vocab_size:,}"
+        )
+    return ids_BT
 
 
 def as_text(tree: Mapping[str, Any]) -> str:
