@@ -21,6 +21,7 @@ from results_parts import (
     at_open_edges,
     beside,
     context,
+    doubted,
     fair_search,
     figure2,
     ladder,
@@ -81,6 +82,7 @@ def _section(section: Section, results: Path) -> Iterator[str]:
     yield f"*`results/{section.file}`: {_what_was_run(read(file))}.*\n"
     yield from (text + "\n" for text in section.parts(file))
     yield from (text + "\n" for text in beside(read(file)))
+    yield from (text + "\n" for text in doubted(read(file)))
     unsaid = " ".join([section.unsaid, *at_open_edges(read(file))])
     yield wrapped(f"**What it does not say.** {unsaid}") + "\n"
 

@@ -99,6 +99,12 @@ def beside(evidence: Evidence) -> Iterator[str]:
             yield table(found["head"], found["rows"])
 
 
+def doubted(evidence: Evidence) -> Iterator[str]:
+    """What the report says before one believes it."""
+    if found := evidence.get("doubts", ()):
+        yield "**Before you believe it.**\n\n" + "\n".join(f"- {doubt}" for doubt in found)
+
+
 def unfinished(evidence: Evidence) -> Iterator[str]:
     broken = [f"{arm['label']}: {'; '.join(arm['unfinished'])}" for arm in evidence["arms"] if arm["unfinished"]]
     if broken:

@@ -137,3 +137,15 @@ def test_flops_are_counted_with_every_seed_of_the_search(tmp_path: Path) -> None
 def test_a_search_of_another_training_is_flagged(fact: Tree, doubt: str | None, tmp_path: Path) -> None:
     found = doubts(with_search(tmp_path, lambda tree: fact))
     assert [one for one in found if one.startswith("Trained")] == ([] if doubt is None else [doubt])
+
+
+# ---------------------------------------------------------------------------------------------------------- of the code
+
+
+def test_code_that_no_commit_holds_is_told(tmp_path: Path) -> None:
+    folder = write_study(tmp_path, (BASELINE, NONLINEAR), search=False)
+    assert not [said for said in doubts(load(folder)) if "no commit holds" in said]
+    for file in folder.glob("runs/*/*/environment.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "commit": "a1+changes"}))
+    (said,) = [said for said in doubts(load(folder)) if "no commit holds" in said]
+    assert "(a1+changes)" in said

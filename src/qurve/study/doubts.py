@@ -15,6 +15,8 @@ UNTUNED = (
     "No learning-rate search is recorded: each arm ran at the rate that its configuration gives. An untuned comparison "
     "can say the opposite of a tuned one."
 )
+CHANGED = "+changes"
+"""At the end of a run's commit where the working tree had others than it."""
 MOST_STRAYS = 6
 """Run folders that a sentence names."""
 ON_ONE_SPLIT = (
@@ -70,6 +72,11 @@ def doubts(results: StudyResults) -> list[str]:
         values = {json.dumps(environment[key]) for environment in made if key in environment}
         if len(values) > 1:
             found.append(f"The runs differ in {key}: {', '.join(sorted(values))}.")
+    if changed := {commit for one in made if str(commit := one.get("commit")).endswith(CHANGED)}:
+        found.append(
+            f"The code had changes that no commit holds ({', '.join(sorted(map(str, changed)))}): nobody can check out "
+            "what the runs were made with."
+        )
     found += _continued(results) + _other_data(results)
     found += search_doubts(results)
     if results.split == "val" and results.search is not None and results.search.chosen:
