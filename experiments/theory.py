@@ -182,14 +182,14 @@ def main() -> None:
     parser.add_argument("--stability", type=Path, default=RESULTS / "stability.json", help="that study's evidence")
     parser.add_argument("--out", type=Path, default=RESULTS / "theory.json")
     args = parser.parse_args()
-    results = load(args.study)
+    results, growth = load(args.study), logit_growth(args.stability)  # what can be missing, before a long computing
     runs = {arm.name: {run.seed: of_run(results, run) for run in arm.finished} for arm in results.arms}
     found = {
         **compact_evidence(results),
         "runs": runs,
         "against_gains": _without(analysed(geometry, args.study, args.study / ANALYSIS), "study"),
         "dynamics": dynamics(results),
-        "logit_growth": logit_growth(args.stability),
+        "logit_growth": growth,
     }
     write_atomic(args.out, json.dumps(found, indent=1) + "\n")
     print(f"wrote {args.out}; pages and figures are in the runs' folders")

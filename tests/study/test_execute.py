@@ -313,6 +313,23 @@ def test_another_studys_folder_is_refused_and_left_as_it_is(
     assert (folder / "study.json").read_bytes() == before
 
 
+@pytest.fixture
+def every_run_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each had come to a loss."""
+    shown = [(arm.name, seed) for arm in make_study().arms for seed in range(10)]
+    monkeypatch.setattr("qurve.study.jobs.begun_runs", lambda folder: shown if (folder / "study.json").exists() else [])
+    monkeypatch.setattr("qurve.study.jobs.was_seen", lambda run: True)
+
+
+def test_seeds_of_which_no_run_came_to_a_loss_are_no_look(executed: Executed, data: TokenData, tmp_path: Path) -> None:
+    """Of a call that was interrupted at once, or had the wrong seeds."""
+    folder = tmp_path / "study"
+    for seeds in ((1, 2, 3, 7), (1, 2, 3)):
+        run(make_study(seeds=seeds), folder, data)
+    assert load(folder).earlier_seeds == ()
+
+
+@pytest.mark.usefixtures("every_run_was_seen")
 def test_looks_with_other_seeds_are_remembered_and_said(executed: Executed, data: TokenData, tmp_path: Path) -> None:
     folder = tmp_path / "study"
     for seeds in ((1, 2), (1, 2), (1, 2, 3), (1, 2, 3)):
@@ -322,6 +339,7 @@ def test_looks_with_other_seeds_are_remembered_and_said(executed: Executed, data
     assert any("run before with other seeds (1, 2)" in doubt for doubt in doubts(results))
 
 
+@pytest.mark.usefixtures("every_run_was_seen")
 def test_other_looks_than_were_declared_are_refused(executed: Executed, data: TokenData, tmp_path: Path) -> None:
     folder = tmp_path / "study"
     declared = dataclasses.replace(make_study(seeds=(1, 2, 3)), looks=(3, 5))

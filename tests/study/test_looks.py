@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from fake_study import BASELINE, NONLINEAR, WIDER, arm, write_study
 
+from qurve.config import content_hash
 from qurve.errors import BadInput
-from qurve.study import jobs
+from qurve.runfolder import RunFolder
+from qurve.study import jobs, looks
 from qurve.study.definition import Arm, Study
 from qurve.study.doubts import doubts
 from qurve.study.headline import headline
@@ -22,12 +24,19 @@ from qurve.study.looks import FILE, Seen, undeclared
 from qurve.study.pool import look_again
 from qurve.study.power import detectable
 from qurve.study.results import load
+from qurve.study.same_run import was_seen
 from qurve.study.search import Score, Search, trials
 from qurve.study.searched import evidence
 from qurve.study.statistics import comparisons, overall_verdict
 from tiny import tiny
 
 FIVE = (1, 2, 3, 4, 5)
+
+
+@pytest.fixture(autouse=True)
+def every_run_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run is made for most of these."""
+    monkeypatch.setattr(looks, "was_seen", lambda run: True)
 
 
 def make_study(widths: tuple[int, ...], seeds: tuple[int, ...] = FIVE, *settings: str, **more: Any) -> Study:
@@ -42,8 +51,31 @@ def look(pool: Path, study: Study, before: Seen | None = None) -> Seen:
     return look_again(pool, study, jobs.jobs_of(study, pool / "study"), before or Seen())
 
 
+def apart(job: jobs.Job, **settings: Any) -> jobs.Job:
+    train = dataclasses.replace(job.config.train, **settings)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
+
+
 def beside(pool: Path, study: Study) -> int:
     return len(look(pool, study).beside.get("own", ()))
+
+
+def test_a_study_whose_runs_came_to_no_loss_saw_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call that was interrupted at once, or had the wrong seeds: the pool keeps its line for ever."""
+    monkeypatch.setattr(looks, "was_seen", was_seen)
+    ten, one = make_study(TEN), make_study((160,))
+    look(tmp_path, ten)
+    assert beside(tmp_path, one) == 0
+    run = RunFolder(tmp_path / content_hash(jobs.jobs_of(ten, tmp_path)[0].config))
+    run.path.mkdir()
+    for step, seen in ((0, 0), (2, len(TEN) - (160 in TEN))):
+        run.append({"step": step, "split": "val", "loss": 3.0, "tokens": 1})
+        assert beside(tmp_path, one) == seen
+    lines = (tmp_path / FILE).read_text()
+    again = jobs.jobs_of(ten, tmp_path)
+    again = [apart(job, threads=2) for job in again]
+    look_again(tmp_path, ten, again, Seen())
+    assert (tmp_path / FILE).read_text() == lines  # it has its line, wherever its runs are made
 
 
 # -------------------------------------------------------------------------------------------------------- sets of seeds

@@ -40,6 +40,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "SECONDS_BETWEEN_LOOKS", 0)
 
 
+@pytest.fixture
+def every_run_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each had come to a loss."""
+    monkeypatch.setattr("qurve.study.looks.was_seen", lambda run: True)
+
+
 def run(study: Study, folder: Path, data: TokenData, pool: Path | None, **more: Any) -> list[str]:
     said: list[str] = []
     failed = run_study(study, folder, data, command="", workers=1, pool=pool, say=said.append, **more)
@@ -71,6 +77,7 @@ def looked(folder: Path) -> list[str]:
     return [doubt for doubt in doubts(load(folder)) if "a second look" in doubt]
 
 
+@pytest.mark.usefixtures("every_run_was_seen")
 def test_a_pool_remembers_with_which_seeds_a_comparison_was_looked_at(tmp_path: Path) -> None:
     """Through what it is told of each study; no run needs to be made."""
 
@@ -96,6 +103,7 @@ def test_a_pool_remembers_with_which_seeds_a_comparison_was_looked_at(tmp_path: 
     assert [doubt.partition(":")[0] for doubt in both] == ["Wide", "Wider"]
 
 
+@pytest.mark.usefixtures("every_run_was_seen")
 def test_declared_looks_are_no_second_ones(tmp_path: Path) -> None:
     def found(looks: tuple[int, ...], *seeds: int) -> dict[str, list[list[int]]]:
         study = dataclasses.replace(make_study("s", "wide", seeds=seeds), looks=looks)

@@ -13,7 +13,7 @@ from qurve.errors import BadInput, Busy, Diverged, QurveError, Stopped
 from qurve.runfolder import RunFolder
 from qurve.study.definition import Arm, Study
 from qurve.study.looks import Seen
-from qurve.study.same_run import begun_runs, ended_by_another_bound
+from qurve.study.same_run import begun_runs, ended_by_another_bound, was_seen
 from qurve.study.search import Score, Trial, trial_config, trial_name
 from qurve.study.study_json import read_study
 from qurve.train.config import RunConfig
@@ -131,15 +131,15 @@ def seen_before(study: Study, folder: Path) -> Seen:
 
     Run folders without a `study.json` were looked at too: somebody has removed it.
     """
-    file = folder / "study.json"
+    file, names = folder / "study.json", {arm.name for arm in study.arms}
+    begun = [(seed, run_path(folder, arm, seed)) for arm, seed in begun_runs(folder) if arm in names]
+    shown = sorted({seed for seed, run in begun if was_seen(RunFolder(run))})
     if not file.exists():
-        arms = {arm.name for arm in study.arms}
-        shown = sorted({seed for arm, seed in begun_runs(folder) if arm in arms})
         return Seen([shown] if shown and set(shown) != set(study.seeds) else [])
     before = read_study(file)
     name, seeds, baseline = before["name"], before["seeds"], before.get("baseline", study.baseline)
     arms_there = [arm["name"] for arm in before["arms"] if arm.get("matched") is None]  # matched ones are the search's
-    if name != study.name or not set(arms_there) <= {arm.name for arm in study.arms}:
+    if name != study.name or not set(arms_there) <= names:
         raise BadInput(f"{folder} holds the study {name!r} with the arms {', '.join(arms_there)}; give another --out")
     if baseline != study.baseline:
         raise BadInput(
@@ -152,8 +152,9 @@ def seen_before(study: Study, folder: Path) -> Seen:
             "before the first run; give another --out"
         )
     earlier: list[list[int]] = before.get("earlier_seeds", [])
+    is_look = set(seeds) != set(study.seeds) and set(seeds) & set(shown)  # where none has a loss, nothing was seen
     return Seen(
-        earlier if set(seeds) == set(study.seeds) else [*earlier, seeds],
+        [*earlier, seeds] if is_look else earlier,
         before.get("looked_in_pool", {}),
         before.get("compared_in_pool", {}),
     )

@@ -1,7 +1,8 @@
 """Looks: what was seen of a comparison before it is judged, and what of that takes its verdict or widens its family.
 
     <pool>/looks.jsonl    one object a line: `baseline`, `arms` (`matched` of them at the baseline's point), `seeds`,
-                          `looks` (those that were declared); configurations by a hash that leaves out the seed
+                          `looks` (those that were declared); configurations by a hash that leaves out the seed; and the
+                          `runs`, by the names of their folders in the pool: where none has a loss, nothing was seen
 
 A study's folder remembers with which seeds it was run, and a pool which arms were compared in it. The rules, here and
 nowhere else:
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from qurve.errors import BadInput
+from qurve.runfolder import RunFolder
 from qurve.study.power import LEAST_SEEDS
+from qurve.study.same_run import was_seen
 
 FILE = "looks.jsonl"
 FAMILIES = ("own", "matched")
@@ -74,7 +77,8 @@ def undeclared(earlier: Iterable[Sequence[int]], seeds: Sequence[int], looks: Se
 
 
 def note(pool: Path, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Note a look, once, and return those of the pool before it. One that comes again sees what it saw then.
+    """Note a look, once, and return those of the pool before it that saw something. One that comes again sees what was
+    before it then, wherever its own runs are made.
 
     Raises `BadInput`, with the line, for a file that says something else, or cannot be read or written.
     """
@@ -82,15 +86,22 @@ def note(pool: Path, own: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         lines = _lines(text, file)
-        if own in lines:
-            return lines[: lines.index(own)]
+        for place, line in enumerate(lines):
+            if {**line, "runs": None} == {**own, "runs": None}:
+                return _that_saw(pool, lines[:place])
         pool.mkdir(parents=True, exist_ok=True)
         torn = "" if text.endswith("\n") or not text else "\n"  # or what was torn would take this line with it
         with open(file, "a", encoding="utf-8") as log:  # one write: two studies may come at once
             log.write(torn + json.dumps(own) + "\n")
     except OSError as error:
         raise BadInput(f"{file} cannot be used ({error.strerror}); give another --pool") from None
-    return lines
+    return _that_saw(pool, lines)
+
+
+def _that_saw(pool: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        line for line in lines if "runs" not in line or any(was_seen(RunFolder(pool / run)) for run in line["runs"])
+    ]
 
 
 def _lines(text: str, file: Path) -> list[dict[str, Any]]:
@@ -117,6 +128,7 @@ def _is_look(tree: Any) -> bool:
     lists = (
         (tree.get("arms"), str),
         (tree.get("matched", []), str),
+        (tree.get("runs", []), str),
         (tree.get("seeds"), int),
         (tree.get("looks"), int),
     )

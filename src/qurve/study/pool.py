@@ -86,6 +86,7 @@ def look_again(pool: Path | None, study: Study, jobs: Iterable[Job], before: See
 
     `jobs` are its runs with resolved configurations. An A/A arm is compared with nobody.
     """
+    jobs = list(jobs)
     keys = {job.arm.name: _key(job) for job in jobs if not job.arm.seed_offset}
     base = keys.pop(study.baseline, None)
     if base is None or not keys:
@@ -97,6 +98,7 @@ def look_again(pool: Path | None, study: Study, jobs: Iterable[Job], before: See
         "matched": sorted(matched),
         "seeds": list(study.seeds),
         "looks": list(study.looks),
+        "runs": sorted(content_hash(job.config) for job in jobs),
     }
     sets, beside = ({}, {}) if pool is None else seen_in_pool(note(pool, own), own)
     mine = {"own": set(keys.values()) - matched, "matched": matched}

@@ -24,7 +24,7 @@ from qurve.runfolder import RunFolder
 from qurve.study.batches import BatchProof, identical_batches
 from qurve.study.continued import Part, check_settings, parts_of
 from qurve.study.dynamics import Measures, measures_of
-from qurve.study.same_run import begun_runs, check_run
+from qurve.study.same_run import begun_runs, check_run, was_seen
 from qurve.study.searched import Searched, read_evidence
 from qurve.study.study_json import (
     RESTORE,
@@ -276,7 +276,8 @@ def load(folder: str | os.PathLike[str]) -> StudyResults:
 
 def _strays(folder: Path, names: Collection[str], seeds: set[int]) -> tuple[tuple[str, ...], set[int], set[str]]:
     """The run folders of other arms and seeds than these, these seeds, and these arms."""
-    found = [(arm, seed) for arm, seed in begun_runs(folder) if arm not in names or seed not in seeds]
+    others = [(arm, seed) for arm, seed in begun_runs(folder) if arm not in names or seed not in seeds]
+    found = [(arm, seed) for arm, seed in others if was_seen(RunFolder(folder / "runs" / arm / f"seed-{seed}"))]
     dropped = {seed for arm, seed in found if arm in names}
     return tuple(f"{arm}/seed-{seed}" for arm, seed in found), dropped, {arm for arm, _ in found} - set(names)
 

@@ -37,6 +37,14 @@ def begun_runs(folder: Path) -> list[tuple[str, int]]:
     return found
 
 
+def was_seen(run: RunFolder) -> bool:
+    """Whether a run shows how a trained model does: a validation loss after its first step. A damaged one may have."""
+    try:
+        return run.metrics_file.exists() and any(line["step"] > 0 for line in run.eval_lines())
+    except (QurveError, OSError):
+        return True
+
+
 def seeded(config: RunConfig, seed: int, seed_offset: int = 0) -> RunConfig:
     """An arm with this seed. An A/A arm keeps the batches of the seed, and takes its weights from another one."""
     if seed_offset and config.data.order_seed is None:
