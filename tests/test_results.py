@@ -15,6 +15,7 @@ from qurve import plugins
 from qurve.study.claims import evidence as stability_evidence
 from qurve.study.evidence import compact_evidence
 from qurve.study.ladder_results import LadderResults, measured, to_json
+from qurve.study.paired import paired_interval, paired_p
 from qurve.study.results import load
 from qurve.study.study_json import read_study
 
@@ -238,3 +239,21 @@ def test_a_gpus_quarter_of_an_hour(tmp_path: Path) -> None:
     assert "Without a rate at which it trains: mlp." in text
     with pytest.raises(ValueError, match="no evidence"):
         write(tmp_path, "quarter-hour-gpu", tree | {"rehearsal": True})
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "results").glob("*.json")), ids=lambda file: file.stem)
+def test_the_rows_of_the_evidence_are_those_of_its_losses(file: Path) -> None:
+    """Means, differences, intervals and p again from every seed's loss: no figure of the page is written by hand."""
+    tree = json.loads(file.read_text())
+    arms = {arm["arm"]: arm["final_loss"] for arm in tree.get("arms", ()) if isinstance(arm, dict)}
+    rows = [row for row in tree.get("rows", ()) if row.get("arm") in arms and row.get("diff") is not None]
+    base = arms.get(tree.get("baseline"), {})
+    for row in rows:
+        losses = arms[row["arm"]]
+        differences = [losses[seed] - base[seed] for seed in losses]
+        mean, low, high = paired_interval(differences)
+        assert (row["diff"], row["diff_low"], row["diff_high"]) == pytest.approx((mean, low, high))
+        assert row["p"] == pytest.approx(paired_p(differences))
+        assert row["final_loss"] == pytest.approx(sum(losses.values()) / len(losses))
+    if arms:
+        assert rows, "an experiment's evidence without a comparison"

@@ -282,6 +282,8 @@ def spread(point: Evidence | None, seeds: int) -> str:
 
 def stability(file: Path) -> Iterator[str]:
     evidence = read(file)
+    tried = sorted({cell["lr"] for found in evidence["maps"] for cell in found["cells"]})
+    yield f"Tried for each: peak rates {', '.join(f'{rate:g}' for rate in tried)}. Nothing is known below the lowest."
     yield table(
         [
             "arm",
@@ -373,9 +375,10 @@ def context(file: Path) -> Iterator[str]:
             for gain in evidence["gains"]
         ],
     )
+    yield "Every arm against the first, as the study's own report has it: another family of tests than the pairs above."
+    yield from compared(evidence)
     yard = evidence["yardstick"]
     yield f"The paper's yardstick is {yard['dll_percent']} %: {yard['what']} ({yard['source']})."
-    yield from unfinished(evidence)
 
 
 def ladder(file: Path) -> Iterator[str]:

@@ -30,7 +30,7 @@ from qurve.study.effects import (
 )
 from qurve.study.results import StudyResults, load
 from qurve.study.scaling import Equivalent, Estimate
-from qurve.study.statistics import compare
+from qurve.study.statistics import compare, comparisons
 from qurve.study.worth import costs_table
 
 WIDE = arm("wide", "Wide", non_embedding=900_000, config=config(model__d_ff=608))
@@ -116,6 +116,20 @@ def test_no_worth_where_the_wider_one_is_not_better(tmp_path: Path) -> None:
     found = of(study(tmp_path, baseline=BASE, wide=[1.01 * x for x in BASE], new=PAPERS["new"]), "new")
     assert isinstance(found.parameters, Unknown)
     assert "not better" in found.parameters.why
+
+
+def test_no_worth_where_the_wider_one_is_told_only_without_holm(tmp_path: Path) -> None:
+    """Its own interval leaves out zero; between the two arms of its study that is no difference (p = 0.035, twice)."""
+    wide = [x - nats for x, nats in zip(BASE, (0.02, 0.03, 0.04), strict=True)]
+    new = [x - nats for x, nats in zip(BASE, (0.01, -0.01, 0.0), strict=True)]
+    results = study(tmp_path, baseline=BASE, wide=wide, new=new)
+    pair = next(one for one in comparisons(results) if one.arm == "wide")
+    assert pair.high is not None
+    assert pair.high < 0
+    assert pair.outcome == "noise"
+    found = of(results, "new").parameters
+    assert isinstance(found, Unknown)
+    assert found.why.startswith("Wide, of another size, cannot be told from the baseline")
 
 
 def test_the_wider_one_itself_has_no_other_to_be_measured_by(tmp_path: Path) -> None:

@@ -31,11 +31,13 @@ from qurve.study.ladder_results import (
     gain_trend,
     load_ladder,
     measured,
+    rung_tests,
     series,
     to_json,
 )
 from qurve.study.ladder_tables import JUDGED, costs_table, lines, percent, rungs_table
 from qurve.study.markdown import escaped
+from qurve.study.paired import holm, paired_interval, paired_p
 from qurve.study.report import write_report
 from qurve.study.scaling import Equivalent, Estimate, Fit, Trend
 from qurve.study.tables import NONE
@@ -425,3 +427,48 @@ def test_a_damaged_file_is_refused_by_name(damage: Any, message: str, tmp_path: 
 def test_what_is_no_ladder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="is no ladder: it has no ladder"):
         load_ladder(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------ at single rungs
+
+
+def test_rungs_are_tested_as_one_family() -> None:
+    results = planted(worth=(1.0, 1.4, 1.0), noise=3e-3)
+    tests = {test.rung: test for test in rung_tests(results)}
+    assert list(tests) == [rung.name for rung in results.rungs]
+    for rung in results.rungs:
+        base, new = (list(rung.arms[name].losses.values()) for name in ("baseline", "new"))
+        differences = [a - b for a, b in zip(new, base, strict=True)]
+        test = tests[rung.name]
+        assert (test.diff, test.low, test.high) == pytest.approx(paired_interval(differences))
+        assert test.p == pytest.approx(paired_p(differences))
+    assert [test.p_holm for test in tests.values()] == pytest.approx(holm([test.p for test in tests.values()]))
+    told = [test for test in tests.values() if test.p_holm <= 0.05]
+    assert 0 < len(told) < len(tests)
+    said = [line for line in lines(results) if "loss than the baseline" in line]
+    assert len(said) == len(told)
+    for test, line in zip(told, said, strict=True):
+        side = "lower" if test.diff < 0 else "higher"
+        assert line.startswith(f"Rung {test.rung}, New: {side} loss than the baseline by {abs(test.diff):.4f} nats per")
+    assert f"Of 3 differences at single rungs, {len(told)} can be told from noise." in lines(results)
+
+
+@pytest.mark.parametrize(
+    ("fields", "times"),
+    [({"compared_before": 4}, 7), ({"looks": 2}, 6), ({}, 3)],
+)
+def test_what_was_looked_at_before_counts_at_rungs_as_well(fields: dict[str, Any], times: int) -> None:
+    whole = planted(worth=(1.0, 1.4, 1.0), noise=3e-3)
+    rungs = [dataclasses.replace(rung, **fields) if place == 0 else rung for place, rung in enumerate(whole.rungs)]
+    results = dataclasses.replace(whole, rungs=tuple(rungs))
+    test = rung_tests(results)[1]
+    assert test.p_holm == pytest.approx(times * test.p)
+    assert rung_tests(dataclasses.replace(results, not_begun=("a", "b")))[1].p_holm == pytest.approx(
+        (times / (fields.get("looks", 1)) + 2) * fields.get("looks", 1) * test.p
+    )
+
+
+def test_rungs_that_are_a_choice_or_have_few_seeds_are_not_tested() -> None:
+    whole = planted()
+    assert rung_tests(dataclasses.replace(whole, earlier_rungs=(("1x32@20", "9x32@20"),))) == []
+    assert [test.rung for test in rung_tests(fewer(whole, 1, 1, 3))] == [whole.rungs[0].name, whole.rungs[2].name]

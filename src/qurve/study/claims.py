@@ -224,10 +224,13 @@ def scale_of(results: StudyResults) -> str:
 
 def evidence(results: StudyResults) -> dict[str, Any]:
     """Maps, sensitivities, largest stable rates and judgements as a tree for JSON."""
+    from qurve.study.headline import reservations  # which rests on this
+
     maps = maps_of(endings_of(results))
     return {
         "study": results.name,
         "command": results.command,
+        "doubts": reservations(results),
         "scale": scale_of(results),
         "note": NOTE,
         "seeds": list(results.seeds),

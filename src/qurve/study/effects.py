@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from qurve.runfolder import RunFolder
 from qurve.study.paired import paired_interval
 from qurve.study.results import Arm, Run, StudyResults
 from qurve.study.scaling import Equivalent, Estimate, equivalent, ratio_interval
-from qurve.study.statistics import refusal, relative_gains
+from qurve.study.statistics import comparisons, refusal, relative_gains
 
 T = TypeVar("T")
 Curve = Sequence[tuple[int, float]]
@@ -87,11 +87,13 @@ class Effect:
 def effects(results: StudyResults) -> list[Effect]:
     """The effect of every arm but the baseline."""
     sized = sized_baselines(results)
-    return [effect(results, arm, sized) for arm in results.others]
+    noise = {pair.arm for pair in comparisons(results) if pair.outcome == "noise"} if sized else set()
+    return [effect(results, arm, sized, noise) for arm in results.others]
 
 
-def effect(results: StudyResults, arm: Arm, sized: Sequence[Arm]) -> Effect:
-    """The effect of `arm` against the study's baseline; `sized` are its `sized_baselines`."""
+def effect(results: StudyResults, arm: Arm, sized: Sequence[Arm], noise: Collection[str] = ()) -> Effect:
+    """The effect of `arm` against the study's baseline; `sized` are its `sized_baselines`, and `noise` the names of the
+    arms whose difference is not told from it."""
     reason = not_comparable(results, arm)
     seeds = shared_seeds(results, [arm]) if reason is None else ()
     if not seeds:
@@ -107,8 +109,8 @@ def effect(results: StudyResults, arm: Arm, sized: Sequence[Arm]) -> Effect:
         dppx_percent=_falling(difference, lambda nats: relative_gains(mean + nats, mean)[1]),
         bits_per_byte=asked(lambda: _per_byte(results, difference)),
         saved=asked(lambda: saved(results, arm, seeds)),
-        parameters=asked(lambda: equivalent_gain(results, arm, "params", sized)),
-        compute=asked(lambda: equivalent_gain(results, arm, "flops", sized)),
+        parameters=asked(lambda: equivalent_gain(results, arm, "params", sized, noise)),
+        compute=asked(lambda: equivalent_gain(results, arm, "flops", sized, noise)),
     )
 
 
@@ -301,13 +303,18 @@ def sized_baselines(results: StudyResults) -> list[Arm]:
 
 
 def equivalent_gain(
-    results: StudyResults, arm: Arm, quantity: Literal["params", "flops"], sized: Sequence[Arm]
+    results: StudyResults,
+    arm: Arm,
+    quantity: Literal["params", "flops"],
+    sized: Sequence[Arm],
+    noise: Collection[str] = (),
 ) -> Equivalent:
     """How much larger the baseline would have to be for the arm's loss, in non-embedding parameters or training FLOPs.
 
     Its rate is that of the study's baselines of another size (`sized`), over the seeds that they share with it; where
     two have one size (an MLP at two rates), the better one, which favours the baseline. All train on the same number of
-    tokens. Raises `BadInput` as `scaling.equivalent` does.
+    tokens. Raises `BadInput` as `scaling.equivalent` does, and where no other size is told from the baseline: all of
+    them are among `noise`.
     """
     base = results.baseline
     size = {one.name: _size(one, quantity) / _size(base, quantity) for one in results.arms}
@@ -321,6 +328,11 @@ def equivalent_gain(
     best: dict[float, Arm] = {}
     for other in sorted(others, key=lambda one: one.final_loss or math.inf):
         best.setdefault(size[other.name], other)
+    if best and all(other.name in noise for other in best.values()):
+        raise BadInput(
+            f"{' and '.join(other.label for other in best.values())}, of another size, cannot be told from the "
+            "baseline: the rate to convert the gain with is not known; take more seeds, or a larger one"
+        )
     seeds = shared_seeds(results, [arm, *best.values()])
     return equivalent(
         final_losses(base, seeds),

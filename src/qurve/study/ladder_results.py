@@ -18,7 +18,7 @@ from qurve.errors import BadInput
 from qurve.runfolder import is_fact
 from qurve.study.effects import Unknown, asked, costs, estimate, log_loss_gain, not_comparable, speeds_apart
 from qurve.study.headline import reservations
-from qurve.study.paired import holm
+from qurve.study.paired import holm, paired_interval, paired_p
 from qurve.study.power import LEAST_SEEDS
 from qurve.study.results import Arm, StudyResults, load
 from qurve.study.scaling import (
@@ -197,6 +197,48 @@ def _read_arm(name: str, tree: dict[str, Any]) -> RungArm:
 
 
 # ---------------------------------------------------------------------------------------------------------- at one rung
+
+
+@dataclass(frozen=True)
+class RungTest:
+    """An arm against the baseline at one rung."""
+
+    rung: str
+    arm: str
+    diff: float
+    """Nats per token, mean over the seeds; negative is better."""
+    low: float
+    high: float
+    p: float
+    """Of the paired t test."""
+    p_holm: float
+    """Corrected for every arm at every rung of the ladder: whoever looks at all of them picks among all."""
+
+
+def rung_tests(results: LadderResults) -> list[RungTest]:
+    """Every arm that can be compared at a rung with three seeds or more; nothing of a ladder whose rungs are a choice.
+
+    In the family are also the arms of rungs that are not begun, those that cannot be compared, and those that were
+    compared with a rung's baseline before; declared looks share the 5 %.
+    """
+    arms = [arm for arm in results.arms if arm != results.baseline]
+    found: list[tuple[RungResults, str, list[float]]] = []
+    for rung in results.rungs if other_rungs(results) is None else ():
+        for arm in arms:
+            losses = asked(lambda rung=rung, arm=arm: paired(rung, [results.baseline, arm]))  # type: ignore[misc]
+            if not isinstance(losses, Unknown) and len(losses[arm]) >= LEAST_SEEDS:
+                pairs = zip(losses[arm], losses[results.baseline], strict=True)
+                found.append((rung, arm, [loss - base for loss, base in pairs]))
+    p_values = [paired_p(differences) for _, _, differences in found]
+    others = (len(results.rungs) + len(results.not_begun)) * len(arms) - len(found)
+    before = sum(rung.compared_before for rung in results.rungs)
+    looks = max([1, *(rung.looks for rung in results.rungs)])
+    adjusted = holm([*p_values, *[None] * (others + before)])
+    return [
+        RungTest(rung.name, arm, *paired_interval(differences), p, min(1.0, looks * p_holm))
+        for (rung, arm, differences), p, p_holm in zip(found, p_values, adjusted, strict=False)
+        if p_holm is not None
+    ]
 
 
 def paired(rung: RungResults, names: Sequence[str]) -> dict[str, list[float]]:
@@ -397,6 +439,7 @@ def findings_json(results: LadderResults) -> dict[str, Any]:
     others = [arm for arm in results.arms if arm != results.baseline]
     return {
         "gain_percent": {r.name: {arm: _plain(gain(results, r, arm)) for arm in others} for r in results.rungs},
+        "tests": [dataclasses.asdict(test) for test in rung_tests(results)],
         "equivalent": {
             r.name: {
                 arm: {quantity: _plain(equivalent_gain(results, r, arm, quantity)) for quantity in ("params", "flops")}

@@ -20,10 +20,12 @@ from qurve.study.ladder_results import (
     gain,
     gain_trend,
     loss,
+    rung_tests,
     series,
     undecided,
 )
 from qurve.study.markdown import block, escaped, in_words
+from qurve.study.power import LEVEL
 from qurve.study.provenance import made_by
 from qurve.study.scaling import PUBLISHED, Estimate, Fit, hoffmann_exponents
 from qurve.study.tables import NONE, plain, signed, signed_change, tex_escape, with_interval
@@ -89,6 +91,7 @@ def lines(results: LadderResults) -> list[str]:
         said.append(_published(results, one))
     if said:
         said.append(JUDGED)
+    said += _told(results)
     if results.not_begun:
         said.append(f"Not begun: {', '.join(results.not_begun)}.")
     for rung in results.rungs:
@@ -101,6 +104,21 @@ def lines(results: LadderResults) -> list[str]:
             states = "; ".join(there.unfinished)
             if states and f"{there.label}: {states}." not in rung.doubts:  # which are said beside these
                 said.append(f"Rung {rung.name}, {there.label}: {states}.")
+    return said
+
+
+def _told(results: LadderResults) -> list[str]:
+    """The gains and losses at single rungs that are told from noise, and of how many."""
+    tests = rung_tests(results)
+    told = [test for test in tests if test.p_holm <= LEVEL]
+    said = [
+        f"Rung {test.rung}, {results.arms[test.arm]}: {'lower' if test.diff < 0 else 'higher'} loss than the baseline "
+        f"by {abs(test.diff):.4f} nats per token (its own 95 % interval {test.low:+.4f} to {test.high:+.4f}), "
+        f"{p_in_words(test.p_holm)} after Holm for every arm at every rung."
+        for test in told
+    ]
+    if tests:
+        said.append(f"Of {len(tests)} differences at single rungs, {len(told) or 'none'} can be told from noise.")
     return said
 
 
@@ -123,10 +141,14 @@ def _slope(results: LadderResults, one: Series, arm: str) -> str:
     if (why := undecided(results, one, arm)) is not None:
         return f"{why}; {size}"
     assert found.p_holm is not None  # three rungs leave a degree of freedom
-    p = "p < 0.0001" if found.p_holm < 1e-4 else "p = 1" if found.p_holm == 1 else f"p = {found.p_holm:.4f}"
+    p = p_in_words(found.p_holm)
     p += f" after Holm for {arms + before} arms" if arms + before > 1 else ""
     p += f", {before} of them compared with it before" if before else ""
     return f"{found.outcome}: {size}, {p}" + (f", times {looks} declared looks" if looks > 1 else "")
+
+
+def p_in_words(p: float) -> str:
+    return "p < 0.0001" if p < 1e-4 else "p = 1" if p == 1 else f"p = {p:.4f}"
 
 
 def _exponent(found: Fit | Unknown, along: str) -> str:
