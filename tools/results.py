@@ -98,9 +98,11 @@ def _what_was_run(evidence: Evidence) -> str:
     if (train := origin.get("config", {}).get("train", {})).get("lr"):
         high, low = train["lr"], train["min_lr"]
         said.append(f"the baseline's rate {high:g}" + (", held" if high == low else f" to {low:g}"))
-    machine = evidence.get("machine") or {}
+    machines = [evidence.get("machine") or {}, *(rung["machine"] for rung in evidence.get("rungs", ()))]
+    machine = max(machines, key=len)
+    commits = sorted({f"commit {one['commit']}" for one in machines if "commit" in one})
     named = [machine.get("gpu") or machine.get("cpu"), machine.get("torch") and f"torch {machine['torch']}"]
-    named += origin.get("code", [])
+    named += origin.get("code", commits)
     return "; ".join([*said, *(", ".join(name) if isinstance(name, list) else name for name in named if name)])
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from qurve.study.apart import IN_WORDS, apart_tables
 from qurve.study.ladder_results import gain as ladder_gain
 from qurve.study.ladder_results import load_ladder
-from qurve.study.ladder_tables import lines, percent
+from qurve.study.ladder_tables import costs_table, lines, percent
 from qurve.study.searched import read_evidence
 from qurve.study.tables import AT_BASELINE, sign_flip
+from qurve.study.worth import Table
 
 NONE = "–"
 
@@ -94,9 +95,13 @@ def rows_in_table(evidence: Evidence, rows: list[Evidence]) -> str:
 def beside(evidence: Evidence) -> Iterator[str]:
     """The report's tables of useful units and of costs, where the evidence has them."""
     for found in evidence.get("beside", ()):
-        yield f"**{found['title']}.** {' '.join(found['notes'])}"
-        if found["rows"]:
-            yield table(found["head"], found["rows"])
+        yield from in_words(Table(**found))
+
+
+def in_words(found: Table) -> Iterator[str]:
+    yield f"**{found.title}.** {' '.join(found.notes)}"
+    if found.rows:
+        yield table(found.head, found.rows)
 
 
 def doubted(evidence: Evidence) -> Iterator[str]:
@@ -400,6 +405,7 @@ def ladder(file: Path) -> Iterator[str]:
         ],
     )
     yield "\n".join(f"- {line}" for line in lines(found))
+    yield from in_words(costs_table(found))
 
 
 def quarter_hour(file: Path) -> Iterator[str]:

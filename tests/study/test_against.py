@@ -133,7 +133,7 @@ def test_many_arms_are_corrected_for_as_a_studys_are(tmp_path, monkeypatch):
 
 NOT_FINISHED = "no seed is finished in both: " + ", ".join(f"seed {seed} failed (there)" for seed in (1, 2, 3))
 UNEQUAL = {
-    "other windows": ({"config": config(eval__every=40)}, {}, "eval.every is 20 here and 40 there"),
+    "other windows": ({"config": config(eval__windows=40)}, {}, "eval.windows is None here and 40 there"),
     "another order": ({"config": config(data__order="paper")}, {}, "data.order is 'epochs' here and 'paper' there"),
     "other batches": ({}, {"fates": {("res-gelu", 2): "other-batches"}}, "seed 2 did not see the same batch at step 7"),
     "no seed": ({}, {"fates": {("res-gelu", s): "failed" for s in (1, 2, 3)}}, NOT_FINISHED),
@@ -149,13 +149,24 @@ def test_an_unequal_arm_is_refused_with_the_reason_and_the_others_are_not(tmp_pa
     assert other.in_words == f"not compared: {reason}"
 
 
-SCALES = ("data__order", "eval__every", "model__context", "model__vocab_size", "model__attends", "train__objective")
+@pytest.mark.parametrize("path", ["eval__every", "eval__attention_logits"])
+def test_how_often_and_what_else_is_measured_changes_no_last_loss(path, tmp_path):
+    here, there = (
+        load(write_study(tmp_path / str(value), (BASELINE, arm("new", "New", config=config(**{path: value})))))
+        for value in (10, 40)
+    )
+    (_, other) = against(here, there)
+    assert other.refused is None
+    assert other.changed == {path.replace("__", "."): (40, 10)}
+
+
+SCALES = ("data__order", "eval__windows", "model__context", "model__vocab_size", "model__attends", "train__objective")
 
 
 @pytest.mark.parametrize("path", SCALES)
 def test_losses_on_two_scales_are_not_compared(path, tmp_path):
     assert {scale.replace("__", ".") for scale in SCALES} == {
-        {"data.": "data.order", "eval.": "eval.every"}.get(setting, setting) for setting in MEASUREMENT
+        {"data.": "data.order", "eval.": "eval.windows"}.get(setting, setting) for setting in MEASUREMENT
     }
     values = ({"kind": "mlm"}, {"kind": "prefix"}) if path == "train__objective" else (40, 80)
     here, there = (

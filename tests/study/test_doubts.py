@@ -126,6 +126,20 @@ def test_flops_are_counted_with_every_seed_of_the_search(tmp_path: Path) -> None
     assert found["res-gelu"].startswith("no verdict: the search of res-gelu cost more than its")
 
 
+@pytest.mark.parametrize(("points", "refused"), [(10, False), (9, True)])
+def test_a_schedule_that_is_stopped_early_costs_what_it_trains(points: int, refused: bool, tmp_path: Path) -> None:
+    arms = [
+        {**one, "config": {**one["config"], "train": {**one["config"]["train"], "stop_at": 200}}}
+        for one in (BASELINE, NONLINEAR)
+    ]
+    most = max(arm["flops_per_token"] for arm in arms)
+    file = write_study(tmp_path, searched(*arms)) / "study.json"
+    study = json.loads(file.read_text())
+    study["search"] |= {"sampler": "random", "flops": 1.001 * points * 200 * most * 2048}
+    file.write_text(json.dumps(study))
+    assert verdicts(load(tmp_path))["res-gelu"].startswith("no verdict: the search of") == refused
+
+
 @pytest.mark.parametrize(
     ("fact", "doubt"),
     [

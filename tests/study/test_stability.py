@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_study import arm, config, write_study
+from fake_study import BASELINE, arm, config, write_study
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -243,6 +243,33 @@ def test_one_name_is_one_architecture(tmp_path: Path) -> None:
     results = load(written(tmp_path, model__d_ff=600))
     with pytest.raises(BadInput, match=r"res-gelu@0.002-0.05 and res-gelu@0.01-0.05 are one architecture by their"):
         endings_of(results)
+
+
+@pytest.mark.parametrize(
+    ("more", "refusal"),
+    [
+        (
+            {"train__min_lr": 1e-5},
+            "one architecture by their names, at one rate and decay; a map has one arm at each point",
+        ),
+        ({"train__lr": 5e-3, "train__steps": 200}, "one architecture, and of different lengths of training"),
+    ],
+)
+def test_a_point_is_one_arms_and_a_map_of_one_length(more: dict[str, Any], refusal: str, tmp_path: Path) -> None:
+    base = {"train__lr": 2e-3, "train__weight_decay": 0.05}
+    arms = (
+        BASELINE,
+        arm("other@a", "A", config=config(**base)),
+        arm("other@b", "B", config=config(**{**base, **more})),
+    )
+    with pytest.raises(BadInput, match=refusal):
+        endings_of(load(write_study(tmp_path, arms, search=False)))
+
+
+def test_an_a_a_arm_is_no_seed_of_a_point(tmp_path: Path) -> None:
+    arms = (BASELINE, arm("baseline@again", "A/A", seed_offset=100))
+    found = endings_of(load(write_study(tmp_path, arms, search=False)))
+    assert [ending.seed for ending in found] == [1, 2, 3]
 
 
 def test_runs_that_are_missing_or_damaged_are_no_points(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from qurve.study.statistics import Outcome, Unfinished, refusal_of_looks, refusa
 
 MEASUREMENT = ("data.", "eval.", "model.context", "model.vocab_size", "model.attends", "train.objective")
 """What two arms must have alike for their losses to be on one scale."""
+AT_THE_END = ("eval.every", "eval.attention_logits")
+"""What says only how often, and what else, is measured: the last loss is the same."""
 NO_MATTER = ("data.path", "data.fingerprint", "train.seed")
 """Where the data lay; what was read of it is compared by the runs' own fingerprints and batches."""
 
@@ -160,7 +162,7 @@ def _unequal(
     changed: dict[str, Any], runs: list[tuple[Run, Run]], data: list[set[str]], unfinished: list[Unfinished]
 ) -> str | None:
     for path, (there, here) in changed.items():
-        if path.startswith(MEASUREMENT):
+        if path.startswith(MEASUREMENT) and path not in AT_THE_END:
             return f"{path} is {here!r} here and {there!r} there"
     if all(data) and data[0] != data[1]:
         return "the data are others"

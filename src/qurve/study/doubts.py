@@ -10,6 +10,7 @@ from qurve.study.axes import Range
 from qurve.study.continued import PLACE, in_words
 from qurve.study.results import Arm, StudyResults
 from qurve.study.searched import Searched
+from qurve.study.study_json import updates_of
 
 UNTUNED = (
     "No learning-rate search is recorded: each arm ran at the rate that its configuration gives. An untuned comparison "
@@ -196,9 +197,12 @@ def searched_alike(results: StudyResults) -> bool:
 
 
 def _cost_of_a_step(search: Searched, arm: Arm) -> float:
-    """Training FLOPs of one step with every seed of the search; 0 where the configuration does not say."""
-    tokens = arm.setting("train.tokens_per_step")
-    return arm.flops_per_token * tokens * len(search.seeds) if isinstance(tokens, int) else 0.0
+    """Training FLOPs of one step of a schedule with every seed of the search: less where `train.stop_at` ends it early;
+    0 where the configuration does not say."""
+    tokens, steps, updates = arm.setting("train.tokens_per_step"), arm.setting("train.steps"), updates_of(arm.config)
+    if not isinstance(tokens, int) or not isinstance(steps, int) or updates is None:
+        return 0.0
+    return arm.flops_per_token * tokens * len(search.seeds) * updates / steps
 
 
 def _is_close(a: Any, b: Any) -> bool:

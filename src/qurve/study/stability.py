@@ -20,6 +20,7 @@ from typing import Literal
 
 from qurve.errors import BadInput
 from qurve.study.results import Arm, Run, StudyResults
+from qurve.study.study_json import updates_of
 
 WORSE = 0.1
 """Nats per token above the architecture's best final loss, beyond which a point counts as on a plateau."""
@@ -206,16 +207,28 @@ def maps_of(endings: Iterable[Ending]) -> dict[str, Map]:
 
 
 def endings_of(results: StudyResults) -> list[Ending]:
-    """Every run of a study, by architecture. Raises `BadInput` where one name stands for different ones."""
+    """Every run of a study, by architecture; an A/A arm is none. Raises `BadInput` where one name stands for different
+    ones, or two arms of it have the same rate and decay: what else they differ in is no seed."""
     first: dict[str, Arm] = {}
+    points: dict[tuple[object, ...], Arm] = {}
     found = []
     for arm in results.arms:
+        if arm.seed_offset:
+            continue
         name = architecture(arm.name)
+        point = (name, arm.setting("train.lr"), arm.setting("train.weight_decay"))
+        if (same := points.setdefault(point, arm)) is not arm:
+            raise BadInput(
+                f"{same.name} and {arm.name} are one architecture by their names, at one rate and decay; a map has one "
+                "arm at each point"
+            )
         if (other := first.setdefault(name, arm)).config.get("model") != arm.config.get("model"):
             raise BadInput(
                 f"{other.name} and {arm.name} are one architecture by their names, and their models differ; "
                 "name what stands before the @ after the model"
             )
+        if updates_of(other.config) != updates_of(arm.config):
+            raise BadInput(f"{other.name} and {arm.name} are one architecture, and of different lengths of training")
         for run in arm.runs.values():
             found.append(dataclasses.replace(ending_of(arm, run), arm=name))
     return found
