@@ -56,6 +56,14 @@ def one_length(tree: Tree) -> Tree:
     [
         (lambda tree: {}, ""),
         (failed, "its search was another one than the baseline's (10 runs, and 2 of the baseline)"),
+        (
+            lambda tree: {**failed(tree), "sampler": "random"},
+            "its search was another one than the baseline's (10 runs, and 2 of the baseline)",
+        ),
+        (
+            lambda tree: {"flops": 100 * 400 * STEP},
+            "",
+        ),  # a grid with FLOPs to spare has no other point to spend them on
         (lambda tree: failed(tree, ("baseline", "res-gelu")), ""),
         (
             halved,
@@ -132,10 +140,9 @@ def test_a_schedule_that_is_stopped_early_costs_what_it_trains(points: int, refu
         {**one, "config": {**one["config"], "train": {**one["config"]["train"], "stop_at": 200}}}
         for one in (BASELINE, NONLINEAR)
     ]
-    most = max(arm["flops_per_token"] for arm in arms)
     file = write_study(tmp_path, searched(*arms)) / "study.json"
     study = json.loads(file.read_text())
-    study["search"] |= {"sampler": "random", "flops": 1.001 * points * 200 * most * 2048}
+    study["search"] |= {"sampler": "random", "flops": 1.001 * points * 200 * STEP}
     file.write_text(json.dumps(study))
     assert verdicts(load(tmp_path))["res-gelu"].startswith("no verdict: the search of") == refused
 
