@@ -81,6 +81,10 @@ def measure() -> dict[str, Any]:
     return {**dataclasses.asdict(found), "said": str(found), "baseline_d_ff": config.model.d_ff, "d_ff": model.d_ff}
 
 
+def time_matched_width() -> int:
+    return int(json.loads(TIME_MATCH.read_text(encoding="utf-8"))["d_ff"])
+
+
 def measured_alike(config: RunConfig) -> RunConfig:
     """Evaluated as in the fair search, so that a run of both is one."""
     return dataclasses.replace(
@@ -102,7 +106,7 @@ STUDY = Study(
     f"{TITLE}, at about a million parameters",
     arms(
         measured_alike(presets.small("baseline", 2e-3, 2e-4)),
-        json.loads(TIME_MATCH.read_text(encoding="utf-8"))["d_ff"],
+        time_matched_width(),
     ),
     SEEDS,
     search=Search(space(FACTOR)),
