@@ -125,3 +125,23 @@ def test_nothing_but_a_a_arms_needs_no_search(tmp_path: Path) -> None:
     alone = load(write_study(tmp_path / "alone", (BASELINE, TWIN), search=False))
     assert UNTUNED not in reservations(alone)
     assert UNTUNED in reservations(load(write_study(tmp_path / "beside", (BASELINE, NONLINEAR, TWIN), search=False)))
+
+
+def test_an_arm_that_is_told_to_be_lower_stands_before_a_lower_one_that_is_not(tmp_path: Path) -> None:
+    base = {1: 3.00, 2: 3.04, 3: 2.97}
+    told = {seed: loss - 0.05 - 1e-4 * seed for seed, loss in base.items()}
+    noisy = {seed: loss - nats for (seed, loss), nats in zip(base.items(), (0.5, -0.1, 0.1), strict=True)}
+    finals = {
+        (name, seed): loss
+        for name, losses in (("baseline", base), ("told", told), ("noisy", noisy))
+        for seed, loss in losses.items()
+    }
+    arms = (BASELINE, arm("noisy", "Noisy", non_embedding=1), arm("told", "Told", non_embedding=1))
+    results = load(write_study(tmp_path, arms, finals=finals, search=False))
+    pairs = {pair.arm: pair for pair in comparisons(results)}
+    assert (pairs["noisy"].outcome, pairs["told"].outcome) == ("noise", "lower")
+    assert pairs["noisy"].diff < pairs["told"].diff  # type: ignore[operator]
+    top = headline(results)
+    assert top is not None
+    assert top.words.startswith("Told: lower loss")
+    assert top.caveat.startswith("The lowest that is told of 2 arms: ")

@@ -20,7 +20,16 @@ from qurve.study.results import StudyResults, load
 from qurve.study.statistics import comparisons
 from qurve.train.loop import train
 
-HERE = {"commit": "a", "torch": "2", "cpu": "x", "gpu": None, "device": "cpu", "precision": "bf16", "threads": 1}
+HERE = {
+    "commit": "a",
+    "qurve": "1",
+    "torch": "2",
+    "cpu": "x",
+    "gpu": None,
+    "device": "cpu",
+    "precision": "bf16",
+    "threads": 1,
+}
 
 
 def entry(step: int, changed: dict[str, Any] | None = None, **environment: Any) -> dict[str, Any]:

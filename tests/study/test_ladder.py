@@ -232,6 +232,23 @@ def test_until_its_last_rung_is_begun_a_ladder_says_so_and_decides_nothing(
     assert "Not begun: 2x32@0.03, 1x32@0.06." in lines(results)
 
 
+def test_rungs_that_were_planned_and_not_begun_were_not_seen(
+    made: tuple[Path, LadderResults], data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qurve.study.ladder.run_study", lambda *_, **__: {})
+    folder = Path(shutil.copytree(made[0], tmp_path / "again"))
+    whole = tiny_ladder()
+    first = whole.rungs[0].name
+    for rung in whole.rungs[1:]:
+        shutil.rmtree(folder / "rungs" / rung.name)
+
+    def run(wanted: Any) -> LadderResults:
+        return run_ladder(wanted, folder, data, command="", say=lambda text: None)[0]
+
+    assert run(whole).not_begun
+    assert run(tiny_ladder(lengths=())).earlier_rungs == ((first,),)
+
+
 def test_rungs_that_are_added_or_dropped_after_a_look_are_remembered_and_take_the_verdict(
     made: tuple[Path, LadderResults], data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,18 @@ def test_the_honest_cases_are_left_alone(tmp_path: Path) -> None:
     assert beside(tmp_path, make_study((*TEN, 512, 544))) == 0
     assert beside(tmp_path, make_study(TEN[:1], (6, 7, 8))) == 0  # whose runs are all fresh
     assert beside(tmp_path, make_study(TEN[:1], FIVE, "train.lr=0.5")) == 0  # and so is its baseline
-    assert beside(tmp_path, make_study(TEN[:1], FIVE, "eval.every=1")) == 0
+
+
+def test_the_same_trainings_are_the_same_arms_however_they_are_evaluated(tmp_path: Path) -> None:
+    look(tmp_path, make_study(TEN))
+    assert beside(tmp_path, make_study(TEN[:1], FIVE, "eval.every=1")) == len(TEN) - 1
+    assert beside(tmp_path, make_study((512,), (1, 2, 3), "eval.windows=2")) == len(TEN)
+
+
+def test_seeds_read_by_another_evaluation_are_no_second_look(tmp_path: Path) -> None:
+    look(tmp_path, make_study((96,), (1, 2, 3)))
+    assert look(tmp_path, make_study((96,), FIVE, "eval.every=1")).in_pool == {}
+    assert look(tmp_path, make_study((96,), FIVE)).in_pool == {"w96": [[1, 2, 3]]}
 
 
 def test_another_baseline_is_another_comparison(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from qurve.study.jobs import Job, run_path
 from qurve.study.looks import Seen
 from qurve.study.pool import in_pool, link, look_again, run_evidence, write_evidence
 from qurve.study.results import load
+from qurve.train.config import RunConfig
 from tiny import InProcess, tiny
 
 
@@ -123,6 +124,29 @@ def test_a_study_notes_its_look_and_keeps_what_it_saw(data: TokenData, tmp_path:
     assert len(looked(tmp_path / "more")) == 1
     run(more, tmp_path / "more", data, None)
     assert len(looked(tmp_path / "more")) == 1
+
+
+def open_threads(study: Study) -> Study:
+    def opened(config: RunConfig) -> RunConfig:
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, threads=None))
+
+    return dataclasses.replace(study, arms=tuple(dataclasses.replace(a, config=opened(a.config)) for a in study.arms))
+
+
+@pytest.mark.parametrize("pool", [None, "pool"])
+def test_a_study_goes_on_with_the_threads_that_it_began_with(
+    pool: str | None, data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call with more runs divides the cores among more workers, and so does a larger machine."""
+    place = None if pool is None else tmp_path / pool
+    monkeypatch.setattr("qurve.train.runtime.available_cores", lambda: 4)
+    few, more = (open_threads(make_study("s", "wide", seeds=seeds)) for seeds in ((1,), (1, 2)))
+    assert len(started(run(few, tmp_path / "study", data, place))) == 2
+    monkeypatch.setattr("qurve.train.runtime.available_cores", lambda: 2)
+    assert started(run(more, tmp_path / "study", data, place)) == ["baseline, seed 2", "wide, seed 2"]
+    threads = {r.seed: r.environment["threads"] for r in load(tmp_path / "study").runs}
+    assert threads == {1: 4, 2: 2}
+    assert any("differ in threads" in doubt for doubt in doubts(load(tmp_path / "study")))
 
 
 def bounded(bound: float | None) -> Study:

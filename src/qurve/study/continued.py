@@ -14,7 +14,7 @@ from typing import Any
 
 from qurve.study.same_run import OPEN
 
-PLACE = ("commit", "torch", "cpu", "gpu", "device", "precision", "threads")
+PLACE = ("commit", "qurve", "torch", "cpu", "gpu", "device", "precision", "threads")
 """What a run's numbers may depend on, of the place where it was made."""
 OF_RESUMING = ("step", "changed", "earlier_hash")
 """What an entry of `resumed` has beside the environment."""

@@ -17,7 +17,7 @@ from qurve.errors import BadInput, Busy, QurveError
 from qurve.files import check_folders, claimed, write_atomic
 from qurve.runfolder import RunFolder, Status
 from qurve.study.definition import Study
-from qurve.study.jobs import Job, Outcome, is_made, jobs_of, scored, seen_before, trial_jobs
+from qurve.study.jobs import Job, Outcome, as_begun, is_made, jobs_of, scored, seen_before, trial_jobs
 from qurve.study.local import LocalWorkers
 from qurve.study.on_ray import Cluster, RayWorkers
 from qurve.study.pool import check_pool, in_pool, link, look_again
@@ -238,7 +238,10 @@ class _Making:
     def resolved(self, jobs: list[Job]) -> list[Job]:
         """The jobs with complete configurations, each at its place in the pool if there is one."""
         configs = self.place.resolved([job.config for job in jobs], self.data_folder) if jobs else []
-        jobs = [dataclasses.replace(job, config=config) for job, config in zip(jobs, configs, strict=True)]
+        jobs = [
+            as_begun(dataclasses.replace(job, config=config), job.config)
+            for job, config in zip(jobs, configs, strict=True)
+        ]
         return jobs if self.pool is None else [in_pool(job, self.pool) for job in jobs]
 
     def make(self, jobs: list[Job], is_open: list[bool], what: str = "", later: int = 0) -> dict[str, str]:

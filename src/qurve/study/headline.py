@@ -26,8 +26,8 @@ class Headline:
 
 
 def headline(results: StudyResults) -> Headline | None:
-    """Of the arm with the lowest difference among the study's own that have a verdict; of a study of maps, what they
-    show of where training holds. None where the baseline is alone."""
+    """Of the arm with the lowest difference among the study's own that have a verdict, those that are told to be lower
+    before others; of a study of maps, what they show of where training holds. None where the baseline is alone."""
     if maps := grids(results):
         words, more = said_of_maps(results, maps)
         return Headline(words, None, None, "", tuple(more))
@@ -35,13 +35,17 @@ def headline(results: StudyResults) -> Headline | None:
     pairs = [(arm, found[arm.name]) for arm in results.primary]
     if not pairs:
         return None
-    decided = [(pair.diff, i) for i, (_, pair) in enumerate(pairs) if pair.outcome != "none" and pair.diff is not None]
+    decided = [
+        (pair.outcome != "lower", pair.diff, i)
+        for i, (_, pair) in enumerate(pairs)
+        if pair.outcome != "none" and pair.diff is not None
+    ]
     if not decided and len(pairs) > 1:
         return Headline("No verdict on any arm; each says why.", None, None, "")
-    arm, pair = pairs[min(decided)[1] if decided else 0]
-    caveat = (
-        f"The lowest of {len(decided)} arms: the verdict is corrected for {results.family} (Holm), its interval is not."
-    )
+    arm, pair = pairs[min(decided)[2] if decided else 0]
+    told = " that is told" if any(diff < pair.diff for _, diff, _ in decided if pair.diff is not None) else ""
+    corrected = f"the verdict is corrected for {results.family} (Holm), its interval is not."
+    caveat = f"The lowest{told} of {len(decided)} arms: {corrected}"
     return Headline(f"{arm.label}: {pair.verdict}.", arm, pair, caveat if len(decided) > 1 else "")
 
 

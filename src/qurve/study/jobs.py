@@ -95,6 +95,20 @@ def resolved(configs: list[RunConfig], threads: int, data_folder: str) -> list[R
     return found
 
 
+def as_begun(job: Job, wanted: RunConfig) -> Job:
+    """With the threads that its run began with, where its arm leaves them open (`wanted`): a call with more runs, or a
+    machine with more cores, divides these otherwise, and the study is the same."""
+    run = RunFolder(job.folder)
+    if wanted.train.threads is not None or not run.is_begun():
+        return job
+    try:
+        threads = run.config_json()[0]["train"]["threads"]
+    except (QurveError, OSError, KeyError, TypeError):  # `is_made` says what is wrong with it
+        return job
+    train = dataclasses.replace(job.config.train, threads=threads if type(threads) is int else job.config.train.threads)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, train=train))
+
+
 def is_made(job: Job) -> bool:
     """Whether the run stands finished or diverged already. Raises `BadInput` when its folder is another run's.
 

@@ -245,8 +245,9 @@ def earlier_rungs(wanted: Ladder, folder: Path) -> tuple[tuple[str, ...], ...]:
     except BadInput:  # it is written anew (`refuse_foreign`), and its rungs still lie there
         before = None
     if before is not None:
-        last = (*(rung.name for rung in before.rungs), *before.not_begun)
-        found = before.earlier_rungs if set(last) == now else (*before.earlier_rungs, last)
+        seen = tuple(rung.name for rung in before.rungs if any(arm.losses for arm in rung.arms.values()))
+        is_same = {*(rung.name for rung in before.rungs), *before.not_begun} == now
+        found = before.earlier_rungs if is_same or not seen else (*before.earlier_rungs, seen)
     begun = tuple(sorted(file.parent.name for file in folder.glob("rungs/*/study.json")))
     return found if set(begun) <= now.union(*found) else (*found, begun)
 

@@ -1,14 +1,15 @@
 """Looks: what was seen of a comparison before it is judged, and what of that takes its verdict or widens its family.
 
     <pool>/looks.jsonl    one object a line: `baseline`, `arms` (`matched` of them at the baseline's point), `seeds`,
-                          `looks` (those that were declared); configurations by a hash that leaves out the seed; and the
-                          `runs`, by the names of their folders in the pool: where none has a loss, nothing was seen
+                          `looks` (those that were declared), and `evaluation`; configurations by a hash that leaves
+                          out the seed; and the `runs`, by the names of their folders in the pool: where none has a
+                          loss, nothing was seen
 
 A study's folder remembers with which seeds it was run, and a pool which arms were compared in it. The rules, here and
 nowhere else:
 
 * A set of seeds that could have ended in a claim, or in a choice among seeds, is a look; one that was not declared
-  takes the verdict (`undeclared`).
+  takes the verdict (`undeclared`). In a pool that is so for the same evaluation: another reads other losses off.
 * Arms that were compared with the same baseline, on seeds that the study has too, belong to its family of tests,
   whatever study they were in: Holm counts them (`Seen.beside`).
 """
@@ -123,7 +124,9 @@ def _lines(text: str, file: Path) -> list[dict[str, Any]]:
 
 
 def _is_look(tree: Any) -> bool:
-    if not isinstance(tree, dict) or not isinstance(tree.get("baseline"), str):
+    if not isinstance(tree, dict) or not all(isinstance(tree.get(k, ""), str) for k in ("baseline", "evaluation")):
+        return False
+    if "baseline" not in tree:
         return False
     lists = (
         (tree.get("arms"), str),
@@ -141,7 +144,13 @@ def seen_in_pool(before: Sequence[dict[str, Any]], own: dict[str, Any]) -> tuple
     lines = [line for line in before if line["baseline"] == own["baseline"]]
     found: dict[str, list[list[int]]] = {}
     for arm in own["arms"]:
-        looks = [line for line in lines if arm in line["arms"] and set(line["seeds"]) != set(own["seeds"])]
+        looks = [
+            line
+            for line in lines
+            if arm in line["arms"]
+            and line.get("evaluation") == own.get("evaluation")
+            and set(line["seeds"]) != set(own["seeds"])
+        ]
         alike = [line["seeds"] for line in looks if line["looks"] == own["looks"]]  # in declaring the same
         others = [line["seeds"] for line in looks if line["looks"] != own["looks"]]
         sets = {*undeclared(alike, own["seeds"], own["looks"]), *undeclared(others, own["seeds"], ())}

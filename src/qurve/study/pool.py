@@ -29,6 +29,7 @@ from qurve.study.jobs import Job
 from qurve.study.looks import FILE as LOOKS
 from qurve.study.looks import Seen, note, seen_in_pool
 from qurve.study.same_run import ended_by_another_bound, serves_less
+from qurve.train.config import EvalConfig, RunConfig
 
 FORMAT = 1
 LOCAL = ("cpu", "cores", "device", "gpu", "platform", "precision", "processes", "python", "qurve", "threads", "torch")
@@ -91,11 +92,13 @@ def look_again(pool: Path | None, study: Study, jobs: Iterable[Job], before: See
     base = keys.pop(study.baseline, None)
     if base is None or not keys:
         return before
+    measured = next(job.config.eval for job in jobs if job.arm.name == study.baseline)
     matched = {keys[arm.name] for arm in study.arms if arm.matched is not None and arm.name in keys}
     own = {
         "baseline": base,
         "arms": sorted(set(keys.values())),
         "matched": sorted(matched),
+        "evaluation": content_hash(RunConfig(eval=measured)),
         "seeds": list(study.seeds),
         "looks": list(study.looks),
         "runs": sorted(content_hash(job.config) for job in jobs),
@@ -112,7 +115,8 @@ def look_again(pool: Path | None, study: Study, jobs: Iterable[Job], before: See
 
 
 def _key(job: Job) -> str:
-    """A comparison's side, whatever its seed and where it is made. Another evaluation is another comparison."""
+    """A comparison's side, whatever its seed, where it is made, and how often and on what it is evaluated: the same
+    trainings are the same arms."""
     train = dataclasses.replace(
         job.config.train,
         seed=0,
@@ -123,7 +127,7 @@ def _key(job: Job) -> str:
         threads=None,
         micro_batch=None,
     )
-    return content_hash(dataclasses.replace(job.config, train=train))
+    return content_hash(dataclasses.replace(job.config, train=train, eval=EvalConfig()))
 
 
 # ------------------------------------------------------------------------------------------------------------ evidence
