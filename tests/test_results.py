@@ -257,3 +257,20 @@ def test_the_rows_of_the_evidence_are_those_of_its_losses(file: Path) -> None:
         assert row["final_loss"] == pytest.approx(sum(losses.values()) / len(losses))
     if arms:
         assert rows, "an experiment's evidence without a comparison"
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"), [(5.0, "all have the same validation loss to the last digit"), (5.1, "1 differ")]
+)
+def test_runs_that_a_clean_tree_made_again_are_compared(loss: float, said: str, tmp_path: Path) -> None:
+    def evidence(code: str, loss: float) -> dict[str, Any]:
+        origin = {"code": [f"commit a{code}"], "hashes": {"baseline": {"1": "sha", "2": f"other{code}"}}}
+        arms = [{"arm": "baseline", "val_loss": {"1": loss, "2": loss + 1}}]
+        return {"origin": origin, "arms": arms}
+
+    (tmp_path / "fair-search.json").write_text(json.dumps(evidence("+changes", 5.0)))
+    (tmp_path / "noise-floor.json").write_text(json.dumps(evidence("", loss)))
+    (tmp_path / "noise.json").write_text(json.dumps(evidence("+changes", 9.0)))
+    (words,) = results.made_again(tmp_path / "fair-search.json")
+    assert words == f"1 of its runs were made again from a tree without changes (`results/noise-floor.json`): {said}."
+    assert list(results.made_again(tmp_path / "noise-floor.json")) == []

@@ -20,11 +20,13 @@ from results_parts import (
     ablations,
     at_open_edges,
     beside,
+    compared,
     context,
     doubted,
     fair_search,
     figure2,
     ladder,
+    made_again,
     noise_floor,
     quarter_hour,
     read,
@@ -80,7 +82,7 @@ def _section(section: Section, results: Path) -> Iterator[str]:
         yield wrapped(f"{section.missing}: `{section.file}` is not among the results.") + "\n"
         return
     yield f"*`results/{section.file}`: {_what_was_run(read(file))}.*\n"
-    yield from (text + "\n" for text in section.parts(file))
+    yield from (text + "\n" for text in (*section.parts(file), *made_again(file)))
     yield from (text + "\n" for text in beside(read(file)))
     yield from (text + "\n" for text in doubted(read(file)))
     unsaid = " ".join([section.unsaid, *at_open_edges(read(file))])
@@ -137,6 +139,15 @@ SECTIONS = (
         fair_search,
         "What suits each arm: the published floors are lower than any arm chooses at this length (see best against "
         "best). How long a step takes was measured on one thread of this machine, and differs elsewhere.",
+    ),
+    Section(
+        "Everybody at the layer's peak",
+        "at-the-peak.json",
+        "Who bears the published peak? Every arm at the point that the paper found best for its layer, its peak and "
+        "floor times the same factor: six times the baseline's peak.",
+        compared,
+        "Which arm is better at its own best: that is best against best. The point was published for the layer, and "
+        "suits none of these trainings: all arms end higher there than at the baseline's peak.",
     ),
     Section(
         "Table 1",

@@ -104,6 +104,38 @@ def in_words(found: Table) -> Iterator[str]:
         yield table(found.head, found.rows)
 
 
+def made_again(file: Path) -> Iterator[str]:
+    """Of evidence from a tree with changes: what the runs that a clean one made again, hash by hash, came to."""
+    evidence = read(file)
+    if not any("+changes" in code for code in evidence.get("origin", {}).get("code", ())):
+        return
+    again: dict[str, list[bool]] = {}
+    for other in sorted(file.parent.glob("*.json")):
+        clean = read(other)
+        code = clean["origin"]["code"] if isinstance(clean.get("origin"), dict) else ["+changes"]
+        if any("+changes" in one for one in code) or "arms" not in clean:
+            continue
+        losses = _by_hash(clean)
+        for sha, loss in _by_hash(evidence).items():
+            if sha in losses:
+                again.setdefault(other.name, []).append(losses[sha] == loss)
+    for name, equal in again.items():
+        yield (
+            f"{len(equal)} of its runs were made again from a tree without changes (`results/{name}`): "
+            f"{'all have the same validation loss to the last digit' if all(equal) else f'{equal.count(False)} differ'}."
+        )
+
+
+def _by_hash(evidence: Evidence) -> dict[str, Any]:
+    arms = {arm["arm"]: arm["val_loss"] for arm in evidence.get("arms", ())}
+    return {
+        sha: arms[arm].get(seed)
+        for arm, hashes in evidence["origin"]["hashes"].items()
+        for seed, sha in hashes.items()
+        if arm in arms
+    }
+
+
 def doubted(evidence: Evidence) -> Iterator[str]:
     """What the report says before one believes it."""
     if found := evidence.get("doubts", ()):
@@ -317,8 +349,19 @@ def stability(file: Path) -> Iterator[str]:
         ],
     )
     yield wrapped(
-        "Up to: every rate tried up to this one is stable, or at least finished lower than it started. Beyond a gap: "
-        "stable although a lower rate is not" + (", by one seed a point." if len(evidence["seeds"]) == 1 else ".")
+        "Stable up to: every rate tried up to this one is stable. Without divergence up to: every one finished lower "
+        "than it started, on a plateau or not. Beyond a gap: stable although a lower rate is not"
+        + (", by one seed a point." if len(evidence["seeds"]) == 1 else ".")
+        + " The logit is the largest at any rate."
+    )
+    spreads = [
+        (found["arm"], [line["sensitivity"] for line in found["by_decay"] if line["sensitivity"] is not None])
+        for found in evidence["maps"]
+    ]
+    yield wrapped(
+        "Sensitivity to the rate over the decays, nats per token: "
+        + "; ".join(f"{arm} {min(of):.2f} to {max(of):.2f}" for arm, of in spreads if of)
+        + ". The lower, the less a rate beyond the best one costs."
     )
     inferences = [claim for claim in evidence["claims"] if claim["standing"] == "our inference"]
     yield "What was published, and what is seen here:"

@@ -160,6 +160,24 @@ def test_a_search_of_another_training_is_flagged(fact: Tree, doubt: str | None, 
     assert [one for one in found if one.startswith("Trained")] == ([] if doubt is None else [doubt])
 
 
+@pytest.mark.parametrize(("nats", "told"), [((0.05, 0.06, 0.055), "0.0550"), ((0.05, -0.06, 0.0), None)])
+def test_a_choice_that_the_baselines_point_puts_to_shame_is_told(
+    nats: tuple[float, ...], told: str | None, tmp_path: Path
+) -> None:
+    arms = searched(BASELINE, NONLINEAR)
+    own = {("res-gelu", seed): 3.0 + seed / 100 for seed in (1, 2, 3)}
+    there = {("res-gelu@baseline", seed): own["res-gelu", seed] - nats[seed - 1] for seed in (1, 2, 3)}
+    folder = write_study(tmp_path, arms)
+    for (name, seed), loss in {**own, **there}.items():
+        file = folder / "runs" / name / f"seed-{seed}" / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        last = max(place for place, line in enumerate(lines) if line.get("split") == "test")
+        lines[last]["loss"] = loss
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = [said for said in doubts(load(folder)) if "the search's seeds misled it" in said]
+    assert [f"it ends {told} nats per token lower" in said for said in found] == ([] if told is None else [True])
+
+
 # ---------------------------------------------------------------------------------------------------------- of the code
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from qurve.study.axes import Range
 from qurve.study.continued import PLACE, in_words
+from qurve.study.paired import paired_interval
+from qurve.study.power import LEAST_SEEDS
 from qurve.study.results import Arm, StudyResults
 from qurve.study.searched import Searched
 from qurve.study.study_json import updates_of
@@ -139,6 +141,11 @@ def search_doubts(results: StudyResults) -> list[str]:
                 f"{arm.label}: trained for {arm.setting('train.steps'):,} steps, though its rate was searched at "
                 f"{search.steps:,}."
             )
+        if (lower := _better_elsewhere(results, arm)) is not None:
+            found.append(
+                f"{arm.label}: at the baseline's best point it ends {lower:.4f} nats per token lower than at the one "
+                "that its search chose: the search's seeds misled it."
+            )
         for path, wanted in chosen.point:
             used = arm.setting(path)
             if used is not None and not _is_close(used, wanted):
@@ -194,6 +201,18 @@ def searched_alike(results: StudyResults) -> bool:
     if search is None or any(search_apart(results, arm) is not None for arm in own):
         return False
     return search.sampler != "optuna" or len({len(search.points(arm.name)) for arm in own}) == 1
+
+
+def _better_elsewhere(results: StudyResults, arm: Arm) -> float | None:
+    """How much lower the arm ends at the baseline's best point than at its own, where that is more than noise."""
+    for there in results.matched:
+        seeds = [s for s in arm.runs if s in there.runs and arm.runs[s].finished and there.runs[s].finished]
+        if there.matched != arm.name or len(seeds) < LEAST_SEEDS:
+            continue
+        losses = [(there.runs[seed].final_loss, arm.runs[seed].final_loss) for seed in seeds]
+        mean, _, high = paired_interval([a - b for a, b in losses if a is not None and b is not None])
+        return -mean if high < 0 else None
+    return None
 
 
 def _cost_of_a_step(search: Searched, arm: Arm) -> float:

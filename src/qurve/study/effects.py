@@ -200,7 +200,10 @@ def bytes_per_token(results: StudyResults, split: str = "val") -> float:
     for run in results.runs:
         if run.finished:
             tree, _ = RunFolder(results.folder / "runs" / run.arm / f"seed-{run.seed}").config_json()
-            return _bytes_per_token(tree.get("data"), split)
+            data = tree.get("data")
+            if isinstance(data, dict) and (results.folder / "data" / MANIFEST).is_file():  # wherever the study is now
+                data = {**data, "path": str(results.folder / "data")}
+            return _bytes_per_token(data, split)
     raise BadInput("no run is finished that would say which data it was made on")
 
 
