@@ -120,10 +120,8 @@ def made_again(file: Path) -> Iterator[str]:
             if sha in losses:
                 again.setdefault(other.name, []).append(losses[sha] == loss)
     for name, equal in again.items():
-        yield (
-            f"{len(equal)} of its runs were made again from a tree without changes (`results/{name}`): "
-            f"{'all have the same validation loss to the last digit' if all(equal) else f'{equal.count(False)} differ'}."
-        )
+        found = "all have the same validation loss to the last digit" if all(equal) else f"{equal.count(False)} differ"
+        yield f"{len(equal)} of its runs were made again from a tree without changes (`results/{name}`): {found}."
 
 
 def _by_hash(evidence: Evidence) -> dict[str, Any]:

@@ -222,6 +222,13 @@ def test_bits_per_byte_come_from_the_manifest_of_the_runs_data(tmp_path: Path) -
     assert (found.low, found.high) == (pytest.approx(found.value), pytest.approx(found.value))
 
 
+def test_a_study_that_was_moved_has_its_data_with_it(tmp_path: Path) -> None:
+    study(tmp_path / "study", baseline=BASE, new=[x - 0.03 for x in BASE])
+    with_data(tmp_path / "study", tmp_path / "where it was made")
+    manifest(tmp_path / "study" / "data", val={"tokens": 100, "bytes": 500})
+    assert bytes_per_token(load(tmp_path / "study")) == 5
+
+
 def test_bits_per_byte_are_by_the_bytes_of_the_split_that_is_reported_on(tmp_path: Path) -> None:
     arms = searched(*({**one, "test": dict.fromkeys(SEEDS, loss)} for one, loss in ((BASELINE, 3.0), (NEW, 2.97))))
     write_study(tmp_path / "study", arms)
