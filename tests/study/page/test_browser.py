@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from fake_study import BASELINE, THREE_ARMS, arm, grid, record, searched, write_study
+from fake_study import BASELINE, NONLINEAR, THREE_ARMS, arm, config, grid, record, searched, write_study
 from test_report import FATES, MESSY
 
 from qurve.study.report import write_report
@@ -296,8 +296,22 @@ def test_the_colours_follow_when_the_scheme_changes(opened, whole):
 
 
 @pytest.mark.slow
+def test_a_figure_without_gains_can_be_zoomed_and_reset(opened, tmp_path):
+    fates = {("res-gelu", seed): "diverged" for seed in (1, 2, 3)}
+    page = opened(write_report(write_study(tmp_path, (BASELINE, NONLINEAR), fates=fates, search=False)))
+    figure = alive(page, "curves")
+    for name in ("zoom in", "reset the range"):
+        figure.get_by_role("button", name=name, exact=True).click()
+        two_frames(page)
+
+
+@pytest.mark.slow
 def test_two_hundred_long_runs_stay_fluid(opened, tmp_path):
-    arms = (BASELINE, *(arm(f"arm-{i}", f"Arm {i}", i / 100) for i in range(1, 10)))
+    long = config(train__steps=600)
+    arms = (
+        {**BASELINE, "config": long},
+        *(arm(f"arm-{i}", f"Arm {i}", i / 100, config=long) for i in range(1, 10)),
+    )
     file = write_report(write_study(tmp_path, arms, seeds=tuple(range(20)), steps=600, every=1))
     assert file.stat().st_size < 12_000_000
     page = opened(file)

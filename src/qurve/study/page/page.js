@@ -164,6 +164,7 @@ class Figure {
   reset() {
     const changes = {};
     for (const [name, axis] of Object.entries(this.plot.layout)) {
+      if (!(name in this.live._fullLayout)) continue; // nothing is drawn on it: no arm is compared, say
       if (/axis/.test(name)) changes[axis.range ? `${name}.range` : `${name}.autorange`] = axis.range ? [...axis.range] : true;
     }
     Plotly.relayout(this.live, changes);
