@@ -81,7 +81,9 @@ def test_a_searched_study_shows_points_intervals_and_verdicts(tmp_path: Path) ->
 def test_costs_and_useful_units_stand_beside_the_gains(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "study")
     tree = compact_evidence(load(folder)) | {"search": read_study(folder / "study.json")["search"]}
-    for name, title in (("fair-search", "Best against best"), ("controls", "Peak and floor apart")):
+    of = {"fair-search": "Best against best", "controls": "Peak and floor apart"}
+    of["at-the-peak"] = "Everybody at the layer's peak"
+    for name, title in of.items():
         text = section(write(tmp_path, name, tree), title)
         gains, _, costs = text.partition("**What it costs.**")
         assert text.count("**Gains in useful units.**") == text.count("**Training saved.**") == 1

@@ -19,8 +19,8 @@ from results_parts import (
     Evidence,
     ablations,
     at_open_edges,
+    at_the_peak,
     beside,
-    compared,
     context,
     doubted,
     fair_search,
@@ -145,7 +145,7 @@ SECTIONS = (
         "at-the-peak.json",
         "Who bears the published peak? Every arm at the point that the paper found best for its layer, its peak and "
         "floor times the same factor: six times the baseline's peak.",
-        compared,
+        at_the_peak,
         "Which arm is better at its own best: that is best against best. The point was published for the layer, and "
         "suits none of these trainings: all arms end higher there than at the baseline's peak.",
     ),

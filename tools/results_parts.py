@@ -204,6 +204,10 @@ def fair_search(file: Path) -> Iterator[str]:
     yield from compared(evidence)
 
 
+def at_the_peak(file: Path) -> Iterator[str]:
+    yield from compared(read(file))
+
+
 def searched(evidence: Evidence) -> Iterator[str]:
     """Where each arm was tried, and what was chosen for it."""
     search = read_evidence(evidence["search"])
