@@ -19,6 +19,7 @@ import json
 from pathlib import Path
 
 import controls
+from noise_floor import measured_alike, paper
 
 from qurve import presets
 from qurve.files import write_atomic
@@ -53,12 +54,12 @@ STUDY = Study(
     "at-the-peak",
     f"{TITLE}, at about a million parameters",
     arms(
-        at_the_point(controls.measured_alike(presets.get("small/baseline")), controls.FACTOR),
+        at_the_point(measured_alike(presets.get("small/baseline")), controls.FACTOR),
         controls.time_matched_width(),
     ),
     controls.SEEDS,
 )
-PAPER = Study("at-the-peak-paper", f"{TITLE}, at its scale", arms(at_the_point(controls.paper(), 1.0), None), (1, 2, 3))
+PAPER = Study("at-the-peak-paper", f"{TITLE}, at its scale", arms(at_the_point(paper(), 1.0), None), (1, 2, 3))
 
 
 def main() -> None:

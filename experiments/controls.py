@@ -23,6 +23,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from noise_floor import measured_alike, paper
+
 from qurve import presets
 from qurve.accounting import mlp_widened
 from qurve.files import write_atomic
@@ -83,21 +85,6 @@ def measure() -> dict[str, Any]:
 
 def time_matched_width() -> int:
     return int(json.loads(TIME_MATCH.read_text(encoding="utf-8"))["d_ff"])
-
-
-def measured_alike(config: RunConfig) -> RunConfig:
-    """Evaluated as in the fair search, so that a run of both is one."""
-    return dataclasses.replace(
-        config, eval=dataclasses.replace(config.eval, splits=("val", "test"), attention_logits=True)
-    )
-
-
-def paper() -> RunConfig:
-    """In order `epochs`: the authors' own evaluation tables have no test split."""
-    config = presets.get("paper/baseline")
-    return measured_alike(
-        dataclasses.replace(config, data=dataclasses.replace(config.data, order="epochs", order_seed=None))
-    )
 
 
 TITLE = "Peak and floor apart"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_study import BASELINE, NONLINEAR, searched, write_study
 
-from qurve import accounting, presets
+from qurve import accounting, plugins, presets
 from qurve.config import differences
 from qurve.study.definition import Study, load_study
 from qurve.study.search import trials
@@ -21,6 +21,7 @@ FILE = Path(__file__).parents[2] / "experiments" / "controls.py"
 
 @pytest.fixture(scope="module")
 def module() -> dict[str, Any]:
+    plugins.make_importable(FILE.parent)
     return runpy.run_path(str(FILE))
 
 
