@@ -3,9 +3,9 @@
     python benchmarks/hulls.py [--preset paper/res-gelu-best] [--tokens 1048576] [--parts 8] [--out FILE]
 
 What `qurve analyze geometry RUN --tokens N` measures with, on weights as they start and ids drawn evenly from the
-vocabulary: values cost no time. Each part of the tokens has its seconds and the most memory that the process held
-meanwhile; with bounded memory that is the same for the last as for the first. A line a part as it goes, then the
-blocks' dimensions beside their bounds, then one JSON line.
+vocabulary: values cost no time. Each part of the tokens has its seconds, those of the processor, and the most memory
+that the process held meanwhile; with bounded memory that is the same for the last as for the first. A line a part as it
+goes, then the blocks' dimensions beside their bounds, then one JSON line.
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             count = passes * (part + 1) // options.parts - passes * part // options.parts
             if not forget_peak_memory(options.device):
                 raise SystemExit("this system does not tell how much memory a part took (Linux does)")
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             for ids_BT in itertools.islice(ids, count):
                 yield ids_BT.to(options.device)
             synchronise(options.device)
             row = {
                 "tokens": count * sequences * config.context,
                 "seconds": time.perf_counter() - began,
+                "cpu_seconds": time.process_time() - worked,  # of all threads; they do not count what else runs
                 "peak_bytes": peak_memory(options.device),
             }
             rows.append(row)
@@ -98,6 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": sum(row["tokens"] for row in rows),
         "seconds": passing,
+        "cpu_seconds": sum(row["cpu_seconds"] for row in rows),
         "spectra_seconds": whole - passing,
         "memory_ratio": rows[-1]["peak_bytes"] / rows[0]["peak_bytes"],
         "parts": rows,
