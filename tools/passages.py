@@ -122,9 +122,67 @@ def torture() -> str:
     )
 
 
+def absorbed() -> str:
+    words = []
+    for name, skips in (("absorbed-cpu", "without skips"), ("absorbed-attention-cpu", "a skip over attention alone")):
+        found = evidence(name)
+        sides, shape = found["sides"], found["shape"]
+        start = sides["as it is"]["parameters"]
+        for side, ratio in found["ratios"].items():
+            own = sides[side]
+            words.append(
+                f"- {skips}, {'compiled' if shape['compile'] else 'eager'}, `{side}`: "
+                f"{start - own['parameters']:,} of {start:,} parameters fewer, {ratio['median']:.3f} of the time "
+                f"({ratio['low']:.3f} to {ratio['high']:.3f}); logits differ by {own['difference_float64']:.0e} of the "
+                f"largest in float64, {own['difference_float32']:.0e} in float32"
+            )
+    return (
+        f"Decoding one sequence with norm-free models at L{shape['layers']} D{shape['width']}, float32, "
+        f"{found['threads']} threads, beside the model as it is (ratios within a round, medians and quartiles):\n\n"
+        + "\n".join(words)
+    )
+
+
+def dynamics_overhead() -> str:
+    found = evidence("dynamics-overhead-cpu")
+    share, step = found["summary"]["share_at_every_100"], found["summary"]["step_seconds"]["median"]
+    return (
+        f"For `small/res-gelu` on {found['machine']['cores']} cores, {len(found['rows'])} alternated rounds: at every "
+        f"100 steps **{100 * share['median']:.1f} % of the training time** (quartiles {100 * share['low']:.1f} and "
+        f"{100 * share['high']:.1f} %; a step takes {1000 * step:.0f} ms)."
+    )
+
+
+def hulls() -> str:
+    found = evidence("hulls-cpu")
+    peaks = [part["peak_bytes"] / 2**30 for part in found["parts"]]
+    return (
+        f"Measured for `{found['preset']}`, {found['parameters']:,} parameters as they start, on {found['tokens']:,} "
+        f"tokens: {found['cpu_seconds'] / 3600:.1f} hours of processor time on {found['threads']} threads, "
+        f"{found['spectra_seconds']:.0f} s for the spectra at the end; at most {max(peaks):.2f} GiB, and in the last "
+        f"{len(peaks)}th of the tokens {found['memory_ratio']:.3f} of what the first took."
+    )
+
+
+def retrofitted() -> str:
+    found = evidence("retrofit")
+    plan, summary = found["plan"], found["summary"]
+    arms = [
+        f"{one['label']} ({one['parameters']:,} parameters, peak rate {one['rate']:g}"
+        f"{', at the edge of the search' if one['at_edge'] else ''}): {one['test']:.4f}, "
+        f"{one['lower_than_base']:+.4f} below"
+        for one in summary["arms"].values()
+    ]
+    return (
+        f"Measured with SmolLM2-135M, on English prose, {plan['steps']} steps of {plan['batch']} times "
+        f"{plan['length']} tokens; nats per token on {found['data']['test']['windows']} windows of test text, means "
+        f"over {summary['n']} seeds. The pretrained model: {found['base']['test']:.4f}. {arms[0]}. {arms[1]}. "
+        f"Adapter minus LoRA, paired by seed: **{summary['diff']:+.4f}** ({summary['diff_low']:+.4f} to "
+        f"{summary['diff_high']:+.4f}, 95 %)."
+    )
+
+
 def what_was_found() -> str:
-    if not theory.EVIDENCE.exists():
-        return f"**Not run yet**: `{theory.EVIDENCE.name}` is not among the results."
     return theory.passage(evidence("theory"))
 
 
@@ -135,7 +193,9 @@ PASSAGES = {
         "deterministic-cpu": deterministic_cpu,
         "torture": torture,
     },
-    "docs/theory.md": {"theory": what_was_found},
+    "docs/retrofit.md": {"retrofit": retrofitted},
+    "docs/runs.md": {"dynamics-overhead": dynamics_overhead},
+    "docs/theory.md": {"theory": what_was_found, "absorbed": absorbed, "hulls": hulls},
 }
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-EVIDENCE = Path(__file__).parents[1] / "results" / "theory.json"
 LAYER = "res-gelu"
 Tree = dict[str, Any]
 

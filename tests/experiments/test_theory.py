@@ -99,15 +99,14 @@ def test_trained_models_are_looked_into(
     names = ["geometry.html", "mechanism.html", "redundancy.html", "symmetry.html"]
     assert sorted(file.name for file in pages.glob("*.html")) == names
     assert all(f"seed-1/analysis/{name}" in page(load(study)) for name in names)  # the report leads there
-    said_in_the_guide(found, tmp_path, monkeypatch)
+    said_in_the_guide(found, monkeypatch)
 
 
-def said_in_the_guide(found: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def said_in_the_guide(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the guide's generators make of the evidence."""
     monkeypatch.syspath_prepend(FILE.parents[1] / "tools")
     passages = runpy.run_path(str(FILE.parents[1] / "tools" / "passages.py"))
-    monkeypatch.setattr(passages["theory"], "EVIDENCE", folder / "theory.json")
-    monkeypatch.setitem(passages["evidence"].__globals__, "evidence", lambda name: found)
+    monkeypatch.setitem(passages["PASSAGES"], "docs/theory.md", {"theory": lambda: passages["theory"].passage(found)})
     text = passages["rewritten"]("docs/theory.md", "before\n<!-- theory -->\nold\n<!-- /theory -->\nafter\n")
     assert re.findall(r"\*\*(\w+)\.?\*\*", text) == ["Redundancy", "Symmetry", "Geometry", "Dynamics", "Mechanism"]
     layer = found["runs"]["res-gelu"]["1"]
