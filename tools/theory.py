@@ -82,12 +82,12 @@ def _geometry(found: Tree) -> Iterator[str]:
                 " / ".join(str(bound[key]) for key in ("flat", "tight", "paper")),
                 mean((one["qkv"]["rank"] for one in last), ".0f"),
                 mean(one["qkv"]["participation_ratio"] for one in last),
-                f"{mean(one['bent'] for one in first)} → {mean(one['bent'] for one in last)}",
+                " → ".join(mean((100 * one["bent"] for one in found), ".2g") for found in (first, last)),
                 *(mean(one["curvature"]["query"][key] for one in last) for key in ("neighbours", "jacobian_spread")),
             ]
         )
     steps = f"{by_run[0][0]['step']:,} → {by_run[0][-1]['step']:,}"
-    head = ["block", "linear / bound / paper", "rank", "participation ratio", f"bent, steps {steps}"]
+    head = ["block", "linear / bound / paper", "rank", "participation ratio", f"bent, %, steps {steps}"]
     yield "**Geometry** of the paper's layer, on validation text.\n\n" + table(
         [*head, "second difference", "Jacobian spread"], rows
     )
@@ -124,7 +124,11 @@ def _mechanism(found: Tree, labels: dict[str, str]) -> Iterator[str]:
             if len(row["layers"]) == most and row["name"] != "swap":
                 everywhere.setdefault(row["name"], []).append(row["difference"])
     yield "**Mechanism.** Loss above the untouched model's with something else in place of f in every block: " + (
-        "; ".join(f"{name} {mean(values, '+.4f')}" for name, values in everywhere.items()) + " nats per token."
+        "; ".join(
+            f"{name} {mean(values, '+.4f')} ({min(values):+.4f} to {max(values):+.4f} over the seeds)"
+            for name, values in everywhere.items()
+        )
+        + " nats per token."
     )
     rows = []
     for layer in range(len(trees[0]["linear_share"])):
