@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qurve.cli.analyze.shared import as_text, leave, show, untrained
+from qurve.cli.analyze.shared import as_text, check_out, leave, name_of, show, untrained
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -66,6 +66,7 @@ def geometry(
 ) -> int:
     """The affine hull of queries, keys and values, its spectrum and curvature, and Jacobians' condition numbers."""
     at_least("--tokens", tokens, 1)
+    check_out(out)
     from qurve.train.config import TrainConfig
     from qurve.train.runtime import resolve_device
 
@@ -88,7 +89,7 @@ def geometry(
 
             words = [f"Step {found[-1].step:,}; {found[-1].tokens:,} tokens of validation text."]
             training = [(checkpoint.step, checkpoint.hulls) for checkpoint in found]
-            page = geometry_page(f"Geometry of {run.name}", words, training, _tables(found))
+            page = geometry_page(f"Geometry of {name_of(run)}", words, training, _tables(found))
             leave(out, {"geometry.html": page, **figures(training)}, plain(console))
     leave(out, {"geometry.json": as_text(tree)}, plain(console))
     if as_json:
