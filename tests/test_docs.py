@@ -144,6 +144,8 @@ def test_the_reference_has_every_part_of_the_package() -> None:
     assert len(set(named)) == len(named)
     parts = {path.stem for path in ROOT.glob("src/qurve/*") if not path.name.startswith("_") and path.suffix != ".json"}
     assert parts - INTERNAL - {"py"} <= {name.split(".")[1] for name in named}
+    theory = {f"qurve.analysis.{file.stem}" for file in ROOT.glob("src/qurve/analysis/[a-z]*.py")}
+    assert theory <= set(named), "the guide to the theory names its functions"
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)

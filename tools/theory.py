@@ -82,12 +82,12 @@ def _geometry(found: Tree) -> Iterator[str]:
                 " / ".join(str(bound[key]) for key in ("flat", "tight", "paper")),
                 mean((one["qkv"]["rank"] for one in last), ".0f"),
                 mean(one["qkv"]["participation_ratio"] for one in last),
-                " → ".join(mean((100 * one["bent"] for one in found), ".2g") for found in (first, last)),
+                " → ".join(mean((100 * one["bent"] for one in part), ".2g") for part in (first, last)),
                 *(mean(one["curvature"]["query"][key] for one in last) for key in ("neighbours", "jacobian_spread")),
             ]
         )
     steps = f"{by_run[0][0]['step']:,} → {by_run[0][-1]['step']:,}"
-    head = ["block", "linear / bound / paper", "rank", "participation ratio", f"bent, %, steps {steps}"]
+    head = ["block", "linear / bound / paper", "rank", "participation ratio", f"bent %, steps {steps}"]
     yield "**Geometry** of the paper's layer, on validation text.\n\n" + table(
         [*head, "second difference", "Jacobian spread"], rows
     )

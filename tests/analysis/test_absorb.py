@@ -242,6 +242,20 @@ def test_what_is_no_linear_query_is_told_apart() -> None:
     assert obstacle.why == "leaves one basis, which blocks.1.attention.query needs as it is"
 
 
+@pytest.mark.parametrize(
+    ("weights", "which", "message"),
+    [
+        ("query", "all", "weights = 'query': give a list of query, key, value, output, or some of them"),
+        (["querry"], "all", r"weights = \['querry'\]"),
+        ([], "all", r"weights = \[\]"),
+        (["query"], "possibel", "which = 'possibel': it must be one of all, possible, forced"),
+    ],
+)
+def test_what_is_asked_for_has_to_be_known(weights: Any, which: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        absorb(build(residual=SKIPLESS), weights, which)
+
+
 def test_a_nearly_singular_query_stays() -> None:
     model = build(residual=SKIPLESS)
     model.blocks[1].attention.query.weight.data[:, 0] = 0.0

@@ -275,7 +275,7 @@ def test_models_attain_their_bound_in_every_block(changes: dict[str, Any]) -> No
         assert hull.qkv.points == IDS_BT.numel()
         assert list(hull.pathways) == ["query", "key", "value"]
         if hull.bound.tight == hull.bound.flat:
-            assert hull.bent < 1e-14
+            assert hull.bent == 0
         else:
             assert hull.bent > 1e-4
 

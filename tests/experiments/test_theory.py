@@ -110,7 +110,11 @@ def said_in_the_guide(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     text = passages["rewritten"]("docs/theory.md", "before\n<!-- theory -->\nold\n<!-- /theory -->\nafter\n")
     assert re.findall(r"\*\*(\w+)\.?\*\*", text) == ["Redundancy", "Symmetry", "Geometry", "Dynamics", "Mechanism"]
     layer = found["runs"]["res-gelu"]["1"]
-    assert "bent, %, steps 0 → 4" in text
+    assert "bent %, steps 0 → 4" in text
+    geometry = text.partition("**Geometry**")[2].partition("Against the arms' gains")[0]
+    shares = [float(share) for row in re.findall(r"\| ([\d.e-]+) → ([\d.e-]+) \|", geometry) for share in row]
+    assert len(shares) == 4
+    assert min(shares) > 0, "no share is rounded away"
     assert f"| 0 | 31 / 47 / 64 | {layer['geometry'][-1]['layers'][0]['qkv']['rank']} |" in text
     assert "| attention-skip | identity | 2,048 |" in text
     assert "another seed 0." in text

@@ -53,13 +53,19 @@ def test_arms_that_broke_or_were_not_measured_are_left_out(tmp_path: Path) -> No
     known["c"] = {results.seeds[0]: 0.3}
     assert [(point.seeds, point.figure) for point in association(results, known).points][1] == (1, 0.3)
     del known["c"]
-    with pytest.raises(BadInput, match=r"2 finished arms with a figure .* at least 3"):
+    with pytest.raises(BadInput, match=r"at least 3 arms .*, and there are 2$"):
         association(results, known)
 
 
 def test_what_does_not_vary_is_refused(results: StudyResults) -> None:
     with pytest.raises(BadInput, match="the figure is 2 for every arm"):
         association(results, figures(results, lambda gain: 2.0))
+
+
+def test_one_arm_that_differs_is_one_of_all_of_them(results: StudyResults) -> None:
+    """An order of the gains is then no more than which of them that arm gets: here the largest, and the farthest."""
+    found = association(results, figures(results, lambda gain: float(gain == 0.08)))
+    assert found.p == pytest.approx(1 / len(GAINS))
 
 
 def test_the_permutation_p_counts_orders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -116,6 +116,10 @@ def absorb(model: GPT, weights: Sequence[Weight], which: Which = "all", untie: b
     Computed in float64 and stored in the model's dtype: exact up to its rounding, times the condition number of what is
     absorbed. Weights that are too nearly singular stay.
     """
+    if isinstance(weights, str) or not weights or not set(weights) <= set(get_args(Weight)):
+        raise BadInput(f"weights = {weights!r}: give a list of {', '.join(get_args(Weight))}, or some of them")
+    if which not in get_args(Which):
+        raise BadInput(f"which = {which!r}: it must be one of {', '.join(get_args(Which))}")
     plan = make_plan(model, weights, untie)
     if all(verdict.outcome == "none" for verdict in plan.verdicts):
         raise BadInput(f"no block has a linear {' or '.join(weights)} that is not the identity already")

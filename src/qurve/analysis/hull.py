@@ -25,6 +25,9 @@ from qurve.model.config import ModelConfig
 from qurve.model.gpt import GPT
 from qurve.model.residual import Skip
 
+ROUNDING = 1e-11
+"""A share of the variance that float64 leaves outside of a flat which holds the points: seen are 1e-14."""
+
 
 @dataclass(frozen=True)
 class HullBound:
@@ -84,7 +87,8 @@ class LayerHull:
     def bent(self) -> float:
         """Share of the variance of `(q, k, v)` that leaves every flat a linear pathway could have had: 0 where all
         three are linear, however spread they are."""
-        return self.qkv.outside(self.bound.flat)
+        share = self.qkv.outside(self.bound.flat)
+        return share if share > ROUNDING else 0.0
 
 
 class HullMeter:

@@ -45,7 +45,8 @@ class Association:
     """Pearson's."""
     p: float
     """Two-sided, by permutation: the share of the orders of the arms' gains that go as well with the figure. Of three
-    arms there are six orders, so that p is at least 1/6; of four at least 1/24."""
+    arms there are six orders, so that p is at least 1/6; of four at least 1/24. Where the figure is the same for all of
+    n arms but one, an order is which gain that one gets: at least 1/n."""
 
 
 def association(results: StudyResults, figures: Figures) -> Association:
@@ -58,13 +59,13 @@ def association(results: StudyResults, figures: Figures) -> Association:
     ]
     if len(points) < FEWEST_ARMS:
         raise BadInput(
-            f"{results.folder} has {len(points)} finished arms with a figure beside its baseline; "
-            f"an association needs at least {FEWEST_ARMS}"
+            f"an association needs at least {FEWEST_ARMS} arms beside the baseline with the figure and a verdict, "
+            f"and there are {len(points)}"
         )
     xs, gains = [point.figure for point in points], [point.gain for point in points]
     for what, values in (("the figure", xs), ("the gain", gains)):
         if len(set(values)) == 1:
-            raise BadInput(f"{results.folder}: {what} is {values[0]:g} for every arm, so nothing can go with it")
+            raise BadInput(f"{what} is {values[0]:g} for every arm, so nothing can go with it")
     return Association(
         points=tuple(points),
         correlation=statistics.correlation(xs, gains),

@@ -111,9 +111,10 @@ def test_people_get_tables(runs: list[RunFolder], capsys: pytest.CaptureFixture[
 
 
 def test_a_linear_run_has_scale_and_attention_alone(
-    baseline: RunFolder, runs: list[RunFolder], capsys: pytest.CaptureFixture[str]
+    baseline: RunFolder, runs: list[RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert mechanism(baseline.path, windows=2, against=(runs[0].path,), as_json=True) == 0
+    assert mechanism(baseline.path, windows=2, against=(runs[0].path,), out=tmp_path, as_json=True) == 0
+    assert "anchor plus an f: only scale and attention are looked at" in (tmp_path / "mechanism.html").read_text()
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert "no block's query is an anchor plus an f" in printed.err

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from commands import call, words
+from qurve.cli.analyze.redundancy import _words
 from qurve.data.loader import TokenData
 from qurve.data.tokenizers import ready_made
 from qurve.runfolder import RunFolder
@@ -53,6 +54,14 @@ def test_of_a_skipless_one_what_is_saved(skipless: RunFolder, data_folder: Path,
     told = words(call("analyze", "redundancy", skipless.path, *options).out)
     assert f"({-2 * L * D * D:+,})" in told
     assert "identity 1,024" in told
+
+
+def test_where_no_weight_is_linear_none_is_said_to_be_in_the_way() -> None:
+    parameters = {"before": 9, "after": 9}
+    tree = {"verdicts": [{"outcome": "none"}] * L, "exact": None, "forced": None, "parameters": parameters}
+    assert _words(tree) == ["there is no linear weight to absorb"]
+    tree["verdicts"].append({"outcome": "kept"})
+    assert _words(tree) == ["nothing can be absorbed exactly"]
 
 
 def test_what_cannot_be_is_refused(finished: RunFolder, tmp_path: Path) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from qurve.cli.analyze.shared import show, untrained
+from qurve.cli.analyze.geometry import geometry
+from qurve.cli.analyze.mechanism import mechanism
+from qurve.cli.analyze.redundancy import redundancy
+from qurve.cli.analyze.shared import name_of, show, untrained
+from qurve.cli.analyze.symmetry import symmetry
 from qurve.data.loader import TokenData
 from qurve.data.order import fixed_eval_windows
 from qurve.errors import BadInput
@@ -52,6 +57,23 @@ def test_a_start_that_the_folder_does_not_tell_is_refused(
     else:
         with pytest.raises(BadInput, match=rf"after step 2 with another {name}: the model that it began with"):
             untrained(run)
+
+
+@pytest.mark.parametrize("command", [geometry, mechanism, redundancy, symmetry])
+def test_a_file_in_the_place_of_the_folder_is_refused_before_any_computing(
+    command: Callable[..., int], tmp_path: Path
+) -> None:
+    (tmp_path / "page.html").touch()
+    with pytest.raises(BadInput, match=r"page\.html is a file; give another --out"):
+        command(tmp_path / "no run", out=tmp_path / "page.html")
+
+
+def test_a_seed_of_a_study_is_called_by_its_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, name in (("study/runs/wide/seed-12", "wide/seed-12"), ("runs/mine", "mine")):
+        (tmp_path / folder).mkdir(parents=True)
+        assert name_of(tmp_path / folder) == name
+        monkeypatch.chdir(tmp_path / folder)
+        assert name_of(Path()) == name
 
 
 def test_words_stand_on_the_left_and_numbers_on_the_right() -> None:

@@ -49,6 +49,17 @@ def test_the_still_picture_has_every_block(width: float) -> None:
     assert "bound: 3" in drawn
 
 
+def test_names_of_bounds_that_lie_together_do_not_cover_each_other() -> None:
+    for flat, tight, paper, names in (
+        (127, 127, 128, ["linear: 127, bound: 127, the paper's: 128"]),
+        (127, 191, 256, ["linear: 127", "bound: 191", "the paper's: 256"]),
+        (100, 115, 130, ["linear: 100, bound: 115", "the paper's: 130"]),
+    ):
+        layer = dataclasses.replace(LAYERS[0], bound=HullBound(ambient=384, paper=paper, tight=tight, flat=flat))
+        (axes,) = draw_spectra([layer], 8.8).axes
+        assert [text.get_text() for text in axes.texts] == names
+
+
 def test_the_page_is_whole() -> None:
     table = Table("Affine hull", ["block", "rank"], [["0", "3"]], ["A note <of> what it is."])
     page = geometry_page("Geometry of <run>", ["Step 480."], [(480, LAYERS[:2])], [table])
@@ -72,6 +83,9 @@ def test_training_is_drawn_block_by_block(width: float) -> None:
         for line in axes.lines:
             assert list(line.get_xdata()) == [0, 80]
             assert list(line.get_ydata()) == pytest.approx([first, last])
+    assert bent.get_yscale() == "log"
+    flat = [dataclasses.replace(hull, qkv=Spectrum((1.0, 0.1, 1e-9, 0.0, 0.0, 0.0), 100)) for hull in LAYERS]
+    assert draw_training([(0, flat), (80, flat)], width).axes[0].get_yscale() == "linear"
     assert list(figures(training)) == ["spectra.svg", "training.svg"]
     assert '<figure id="training"' in geometry_page("A run", [], training, [])
 

@@ -6,6 +6,7 @@ import pytest
 from fake_study import BASELINE, NONLINEAR, WIDER, arm, record, searched, write_study
 
 from qurve.study.curves import MOST_POINTS_IN_ALL, loss_range
+from qurve.study.dynamics import PICTURES
 from qurve.study.page import plots
 from qurve.study.results import load
 
@@ -145,3 +146,16 @@ def test_dynamics_are_small_multiples(tmp_path):
     assert (broken["x"], broken["text"]) == ([1, 100, None], ["2"] * 3)
     assert broken["y"][:2] == [2.01, 3.0]
     assert [t["x"].count(None) for t in traces(plot, "mlp-4.75", "seeds", xaxis="x")] == [2, 2]
+
+
+def test_four_panels_stand_in_a_square_and_what_is_always_zero_has_a_readable_range():
+    layout = plots._small_multiples(PICTURES[-1], range(4), [{"x": [1, 400, None], "y": [0.0, 0.0, None]}])
+    for first, second in (("xaxis", "xaxis3"), ("xaxis2", "xaxis4"), ("yaxis", "yaxis2"), ("yaxis3", "yaxis4")):
+        assert layout[first]["domain"] == layout[second]["domain"]
+    assert [layout[axis]["title"]["text"] for axis in ("xaxis", "xaxis2", "xaxis3", "xaxis4")] == [
+        "",
+        "",
+        "",
+        plots.STEP,
+    ]
+    assert layout["yaxis"]["range"] == [-0.05, 1.05]

@@ -187,18 +187,21 @@ def test_dynamics_are_a_figure_a_kind_with_numbers(undrawn, tmp_path):
     assert "New, Q, block 0" not in words
 
 
-def test_pages_of_single_runs_are_led_to(undrawn, tmp_path):
+def test_pages_of_the_study_and_of_single_runs_are_led_to(undrawn, tmp_path):
     write_study(tmp_path, (BASELINE, arm("new", "New")), seeds=(1, 2), search=False)
     pages = tmp_path / "runs" / "new" / "seed-2" / "analysis"
     pages.mkdir()
     for name in ("mechanism.html", "geometry.html", "geometry.json"):
         (pages / name).touch()
-    text = page(load(tmp_path))
-    section = re.search(r"Looked into</h2>(.*?)</section>", text, flags=re.DOTALL)[1]
-    links = re.findall(r'<a href="([^"]*)">([^<]*)</a>', section)
-    assert [name for _, name in links] == ["geometry", "mechanism"]
-    assert all((tmp_path / "report" / link).resolve().exists() for link, _ in links)
-    assert "New, seed 2:" in section
+    for places in (["New, seed 2"], ["All arms", "New, seed 2"]):
+        text = page(load(tmp_path))
+        section = re.search(r"Looked into</h2>(.*?)</section>", text, flags=re.DOTALL)[1]
+        links = re.findall(r'<a href="([^"]*)">([^<]*)</a>', section)
+        assert [name for _, name in links] == [*["geometry"] * (len(places) - 1), "geometry", "mechanism"]
+        assert all((tmp_path / "report" / link).resolve().exists() for link, _ in links)
+        assert re.findall(r"<li>([^<:]*):", section) == places
+        (tmp_path / "analysis").mkdir(exist_ok=True)
+        (tmp_path / "analysis" / "geometry.html").touch()
 
 
 def test_worth_costs_and_noise_are_told_with_what_is_not_known(undrawn, results):

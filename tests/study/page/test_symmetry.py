@@ -40,6 +40,9 @@ def test_each_head_has_its_mark_and_each_block_its_mean(width: float) -> None:
     assert (weights, logits) == ([0.4, 0.6], [0.1, 0.3, 0.2, 0.2])
     assert (of_weights, of_logits) == (pytest.approx([0.5]), pytest.approx([0.2, 0.2]))
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
+    assert {round(float(x) % 1, 9) for line in axes.lines[1:] for x in line.get_xdata()} == {0.1, 0.9}
+    (alone,) = draw_asymmetry({"blocks": [NONLINEAR]}, width).axes
+    assert {float(x) for line in alone.lines[1:] for x in line.get_xdata()} == {1.0}
     (axes,) = draw_excess(TREE, width).axes
     assert list(axes.lines[0].get_ydata()) == [1, 1]
     assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == list(excess_of(TREE))

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from rich.table import Table as Shown
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qurve.cli.analyze.shared import as_text, leave, show, untrained
+from qurve.cli.analyze.shared import as_text, check_out, leave, name_of, show, untrained
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -40,7 +39,13 @@ PASS_TOKENS = 4_096
 CURVATURE_TOKENS = 2_048
 """Curvature takes some forty evaluations of each projection a token."""
 ROUNDING = 1e-9
-"""The Jacobian spread of a linear pathway is below."""
+"""What bends in a linear pathway is below."""
+ASSOCIATED: dict[str, Callable[[dict[str, Any]], str]] = {
+    "arms": lambda found: str(len(found["points"])),
+    "correlation": lambda found: f"{found['correlation']:+.2f}",
+    "p": lambda found: f"{found['p']:.3f}",
+}
+"""Columns of the table of associations."""
 
 
 def geometry(
@@ -57,15 +62,14 @@ def geometry(
     data: Annotated[Path | None, option(metavar="DIR", help="Where the run's data is now.")] = None,
     out: Annotated[
         Path | None,
-        option(
-            metavar="DIR", help="Also leave geometry.json here and, of a run, the page geometry.html and its figures."
-        ),
+        option(metavar="DIR", help="Also leave geometry.json, geometry.html and its figures here."),
     ] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> int:
     """The affine hull of queries, keys and values, its spectrum and curvature, and Jacobians' condition numbers."""
     at_least("--tokens", tokens, 1)
+    check_out(out)
     from qurve.train.config import TrainConfig
     from qurve.train.runtime import resolve_device
 
@@ -76,7 +80,17 @@ def geometry(
             raise BadInput("--every-checkpoint is for a run; of a study's runs the newest checkpoints are taken")
         tree = _study(run, tokens, data, place)
         if not as_json:
-            _show_study(tree, console)
+            for table in _study_tables(tree):
+                show(table, console)
+        if out is not None:
+            from qurve.study.page import gains
+
+            words = [
+                "The newest checkpoint of every finished run, each figure its mean over the blocks; "
+                f"{tokens:,} tokens of validation text, or what there is."
+            ]
+            page = gains.gains_page(f"Geometry and gains of {name_of(run)}", words, tree, _study_tables(tree))
+            leave(out, {"geometry.html": page, **gains.figures(tree)}, plain(console))
     else:
         found = _run(run, tokens, data, place, console, every_checkpoint)
         tree = {"run": str(run), "checkpoints": [checkpoint.tree() for checkpoint in found]}
@@ -88,7 +102,7 @@ def geometry(
 
             words = [f"Step {found[-1].step:,}; {found[-1].tokens:,} tokens of validation text."]
             training = [(checkpoint.step, checkpoint.hulls) for checkpoint in found]
-            page = geometry_page(f"Geometry of {run.name}", words, training, _tables(found))
+            page = geometry_page(f"Geometry of {name_of(run)}", words, training, _tables(found))
             leave(out, {"geometry.html": page, **figures(training)}, plain(console))
     leave(out, {"geometry.json": as_text(tree)}, plain(console))
     if as_json:
@@ -298,25 +312,47 @@ def _figures(found: Checkpoint) -> dict[str, float]:
         "second_difference": [c.neighbours for c in queries],
         "jacobian_spread": [c.jacobian_spread for c in queries],
     }
-    return {name: statistics.fmean(column) for name, column in columns.items() if column}
+    means = {name: statistics.fmean(column) for name, column in columns.items() if column}
+    return {name: mean if mean > ROUNDING else 0.0 for name, mean in means.items()}
 
 
-def _show_study(tree: dict[str, Any], console: Console) -> None:
-    arms = list(next(iter(tree["figures"].values())))
-    shown = Shown(box=None)
-    for title in ("arm", *tree["figures"]):
-        shown.add_column(title.replace("_", " "), justify="left" if title == "arm" else "right")
+def _study_tables(tree: dict[str, Any]) -> list[Table]:
+    """Every arm's figures with its gain, and how each figure goes with the gains."""
+    from qurve.study.page.gains import AXES, associations_of
+    from qurve.study.worth import Table
+
+    figures, associations = tree["figures"], associations_of(tree)
+    gains = {point["arm"]: f"{point['gain']:+.2f}" for one in associations.values() for point in one["points"]}
+    arms = dict.fromkeys(arm for by_arm in figures.values() for arm in by_arm)
+    of_arms = []
     for arm in arms:
-        runs = [by_arm.get(arm, {}).values() for by_arm in tree["figures"].values()]
-        shown.add_row(arm, *(f"{statistics.fmean(values):.4g}" if values else "" for values in runs))
-    console.print(shown)
-    say = plain(console)
-    for name, found in tree["associations"].items():
-        if "why_none" in found:
-            say(f"{name.replace('_', ' ')} and gain: {found['why_none']}")
-        else:
-            words = f"correlation {found['correlation']:+.2f} over {len(found['points'])} arms, p = {found['p']:.3f}"
-            say(f"{name.replace('_', ' ')} and gain: {words}")
+        runs = [by_arm.get(arm, {}).values() for by_arm in figures.values()]
+        of_arms.append(
+            [arm, *(f"{statistics.fmean(found):.4g}" if found else "" for found in runs), gains.get(arm, "")]
+        )
+    rows = [
+        [AXES[name], *(f(associations[name]) if name in associations else "–" for f in ASSOCIATED.values())]
+        for name in figures
+    ]
+    why_none = [f"{AXES[name]}: {one['why_none']}" for name, one in tree["associations"].items() if "why_none" in one]
+    return [
+        Table(
+            title="Geometry of the arms",
+            head=["arm", *(AXES[name] for name in figures), "gain %"],
+            rows=of_arms,
+            notes=["Means over the seeds. Gain: of the final loss over the baseline's, where the arm has a verdict."],
+        ),
+        Table(
+            title="Does it go with the gain?",
+            head=["figure", *ASSOCIATED],
+            rows=rows,
+            notes=[
+                "Pearson's correlation over the arms beside the baseline, and the share p of all orders of their gains "
+                "that go as well with the figure: of n arms at least 1/n!, at least 1/n where all but one are alike.",
+                *why_none,
+            ],
+        ),
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- tables

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 
-from qurve.cli.analyze.shared import as_text, leave, show, untrained
+from qurve.cli.analyze.shared import as_text, check_out, leave, name_of, show, untrained
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -64,6 +64,7 @@ def mechanism(
 ) -> int:
     """What a trained f does: the loss without it, how much of it is linear, what can be read off it, how it scales."""
     at_least("--windows", windows, 2)
+    check_out(out)
     from qurve.analysis.mechanism import queries_with_f
 
     console = console_for(as_json)
@@ -91,7 +92,9 @@ def mechanism(
         from qurve.study.page.mechanism import figures, mechanism_page
 
         words = [f"Step {tree['step']:,}; {tree['windows']} windows of {tree['context']:,} tokens of validation text."]
-        page = mechanism_page(f"What f does in {run.name}", words, tree, tables(tree))
+        if not has_f:
+            words.append("No block's query is an anchor plus an f: only scale and attention are looked at.")
+        page = mechanism_page(f"What f does in {name_of(run)}", words, tree, tables(tree))
         leave(out, {"mechanism.json": as_text(tree), "mechanism.html": page, **figures(tree)}, say)
     if as_json:
         print(json.dumps(tree, allow_nan=False))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
-from qurve.cli.analyze.shared import as_text, embedded_windows, leave, show, validation_windows
+from qurve.cli.analyze.shared import as_text, check_out, embedded_windows, leave, name_of, show, validation_windows
 from qurve.cli.exporting import hub
 from qurve.cli.shared import Json, console_for, option, plain
 from qurve.errors import BadInput
@@ -60,6 +60,7 @@ def redundancy(
     """
     from qurve.analysis.redundancy import redundancy as measure
 
+    check_out(out)
     model, ids_BT = _model_and_text(run, data)
     chosen = tuple(dict.fromkeys(weights)) or ("query",)
     found = measure(model, ids_BT, chosen, untie, **_limits(model.config, ids_BT))
@@ -70,7 +71,7 @@ def redundancy(
     if out is not None:
         from qurve.study.page.redundancy import figures, redundancy_page
 
-        page = redundancy_page(f"Redundancy in {run.name}", _words(tree), tree, tables(tree))
+        page = redundancy_page(f"Redundancy in {name_of(run)}", _words(tree), tree, tables(tree))
         leave(out, {"redundancy.json": as_text(tree), "redundancy.html": page, **figures(tree)}, say)
     if as_json:
         print(json.dumps(tree, allow_nan=False))
@@ -155,6 +156,8 @@ def _words(tree: dict[str, Any]) -> list[str]:
             f"exactly{untied}: {before:,} parameters become {after:,} ({after - before:+,}), and the "
             f"logits differ by {exact['relative']:.1e} of their size (at most {exact['largest']:.1e})"
         )
+    elif all(verdict["outcome"] == "none" for verdict in tree["verdicts"]):
+        lines.append("there is no linear weight to absorb")
     else:
         lines.append("nothing can be absorbed exactly")
     if forced is not None:

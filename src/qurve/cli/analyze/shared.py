@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table as Shown
 
 from qurve.errors import BadInput
-from qurve.files import write_atomic
+from qurve.files import check_folders, write_atomic
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -101,6 +102,18 @@ def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int
 
 def as_text(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, allow_nan=False, indent=1) + "\n"
+
+
+def name_of(folder: Path) -> str:
+    """What a page calls the model or study in `folder`: a seed of a study by its arm's name too."""
+    parts = folder.resolve().parts
+    return "/".join(parts[-2:] if re.fullmatch(r"seed-\d+", parts[-1]) else parts[-1:])
+
+
+def check_out(out: Path | None) -> None:
+    """Before any computing: `BadInput` where a file has the name of the folder that files are to be left in."""
+    if out is not None:
+        check_folders(out)
 
 
 def leave(out: Path | None, files: Mapping[str, str], say: Callable[[str], None]) -> None:

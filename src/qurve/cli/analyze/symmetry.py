@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from tyro.conf import Positional, arg
 
-from qurve.cli.analyze.shared import as_text, leave, show, validation_windows
+from qurve.cli.analyze.shared import as_text, check_out, leave, name_of, show, validation_windows
 from qurve.cli.shared import Json, console_for, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -32,13 +32,14 @@ def symmetry(
     as_json: Json = False,
 ) -> int:
     """How many parameters change nothing, how asymmetric each head is, and how unbalanced its weights are."""
+    check_out(out)
     tree = _measured(RunFolder(run), data)
     console = console_for(as_json)
     say = plain(console)
     if out is not None:
         from qurve.study.page.symmetry import figures, symmetry_page
 
-        page = symmetry_page(f"Symmetry of {run.name}", _words(tree), tree, tables(tree))
+        page = symmetry_page(f"Symmetry of {name_of(run)}", _words(tree), tree, tables(tree))
         leave(out, {"symmetry.json": as_text(tree), "symmetry.html": page, **figures(tree)}, say)
     if as_json:
         print(json.dumps(tree, allow_nan=False))

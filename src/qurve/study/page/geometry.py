@@ -141,6 +141,9 @@ def draw_training(training: Training, width: float) -> Figure:
             line(axes, points, **look)
             axes.set_xlabel("step")
             axes.set_ylabel(name)
+    if all(hull.bent for _, layers in training for hull in layers):
+        panels[0].set_yscale("log")  # what is left after training may be a hundredth of the beginning's
+        panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     legend(fig, panels[0], width)
     return fig
 
@@ -153,8 +156,12 @@ def draw_spectra(layers: Sequence[LayerHull], width: float) -> Figure:
     for hull in layers:
         points = list(enumerate(_logarithms(hull), 1))
         line(axes, points, color=PALETTE[_colour(hull)], linewidth=1.4, label=f"block {hull.layer}")
-    for name, x in _ends(layers).items():
+    named: dict[float, str] = {}  # where others would cover them, names are one
+    for name, x in sorted(_ends(layers).items(), key=lambda end: end[1]):
         axes.axvline(x, color=PALETTE[0], linewidth=0.8, linestyle="--")
+        near = next((at for at in named if x - at < max(hull.bound.ambient for hull in layers) / 20), None)
+        named |= {x: name} if near is None else {near: f"{named[near]}, {name}"}
+    for x, name in named.items():
         axes.annotate(name, (x, 1), xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=7)
     axes.axhline(math.log10(TOLERANCE), color=PALETTE[0], linewidth=0.8, linestyle=":")
     axes.set_yticks(list(DECADES), [f"1e{n}" for n in DECADES])

@@ -87,7 +87,7 @@ def draw_interventions(rows: Sequence[dict[str, Any]], width: float) -> Figure:
         axes.plot([row["difference"]], [place], "o", color=colour, markerfacecolor=face, markersize=4.5)
     axes.set_yticks(range(len(rows)), row_labels(rows))
     axes.invert_yaxis()
-    axes.set_xlabel("loss above the untouched model's (nats per token)")
+    axes.set_xlabel(f"loss above the untouched{' ' if width > 5 else chr(10)}model's (nats per token)")
     return fig
 
 

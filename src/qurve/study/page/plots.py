@@ -176,13 +176,14 @@ def dynamics_plot(name: str, results: StudyResults) -> dict[str, Any]:
 
 
 def _small_multiples(picture: Picture, shown: Sequence[int], traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A grid of panels with one range: three in a row at most."""
-    columns = min(3, len(shown))
+    """A grid of panels with one range: three in a row at most, and four in a square."""
+    columns = 2 if len(shown) == 4 else min(3, len(shown))
     rows = math.ceil(len(shown) / columns)
     gap = 0.2 / rows
     height = (1 - (rows - 1) * gap) / rows
     heights = [y for trace in traces for y in trace["y"] if y is not None]
     last = max(x for trace in traces for x in trace["x"] if x is not None)
+    span = _around(heights) if any(heights) else [-0.05, 1.05]  # of shares, say, that are all zero
     layout: dict[str, Any] = {"height": max(320, 70 + 165 * rows), "annotations": []}
     for place, (number, block) in enumerate(zip(_numbers(shown), shown, strict=True)):
         row, column = divmod(place, columns)
@@ -194,7 +195,7 @@ def _small_multiples(picture: Picture, shown: Sequence[int], traces: Sequence[di
             domain=[left + 0.05, left + 0.99 / columns], **more,
         )  # fmt: skip
         layout[f"yaxis{number}"] = _axis(
-            picture.axis if column == 0 else "", anchor=f"x{number}", nticks=5, range=_around(heights),
+            picture.axis if column == 0 else "", anchor=f"x{number}", nticks=5, range=span,
             domain=[max(0, bottom), bottom + 0.9 * height],
         )  # fmt: skip
         layout["annotations"].append(

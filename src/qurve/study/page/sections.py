@@ -31,7 +31,7 @@ from qurve.study.worth import costs_table, gains_table, noise_table, savings_tab
 UNSAID = ("format", *MEASURED)
 """Of a run's environment: the costs have what was measured."""
 ANALYSIS = "analysis"
-"""The folder inside of a run's in which the report looks for pages of `qurve analyze`."""
+"""The folder inside of a run's, or the study's, in which the report looks for pages of `qurve analyze`."""
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -180,14 +180,18 @@ def _grid(results: StudyResults) -> dict[str, Any] | None:
 
 
 def _looked_into(results: StudyResults) -> str | None:
-    """Links to what `qurve analyze` left of runs in their folders."""
+    """Links to what `qurve analyze` left of the study in its folder, and of runs in theirs."""
+    places = [("All arms", results.folder)]
+    places += [
+        (f"{arm.label}, seed {run.seed}", folder_of(results, run)) for arm in results.arms for run in arm.runs.values()
+    ]
     rows = []
-    for arm in results.arms:
-        for run in arm.runs.values():
-            pages = sorted((folder_of(results, run) / ANALYSIS).glob("*.html"))
-            links = [(page.stem, f"../{quote(page.relative_to(results.folder).as_posix())}") for page in pages]
-            if links:
-                rows.append((arm, run.seed, links))
+    for what, folder in places:
+        pages = sorted((folder / ANALYSIS).glob("*.html"))
+        if pages:
+            rows.append(
+                (what, [(page.stem, f"../{quote(page.relative_to(results.folder).as_posix())}") for page in pages])
+            )
     return macro("looked_into", rows) if rows else None
 
 

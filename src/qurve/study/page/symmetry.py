@@ -94,7 +94,7 @@ def _draw(kinds: Kinds, axis: str, level: float, width: float) -> Figure:
     axes = fig.subplots()
     axes.axhline(level, color=INK, linewidth=0.8, linestyle="--")
     for place, (kind, blocks) in enumerate(kinds.items()):
-        colour, aside = PALETTE[1 + place], APART * (2 * place - 1)
+        colour, aside = PALETTE[1 + place], APART * (2 * place - 1) if len(kinds) > 1 else 0.0
         marks = [(block + aside, value) for block, values in blocks for value in values]
         line(axes, marks, linestyle="", marker="o", markersize=4, alpha=0.7, color=colour)
         means = [(block + aside, fmean(values)) for block, values in blocks]
