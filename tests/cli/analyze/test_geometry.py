@@ -177,7 +177,9 @@ def test_a_study_tells_what_goes_with_its_gains(
     assert "there are 2" in found["associations"]["participation_ratio_of_f"]["why_none"]  # linear ones have no f
     out = tmp_path / "study" / "analysis"
     assert geometry(tmp_path / "study", tokens=TOKENS, data=data_folder, out=out) == 0
-    assert re.search(r"^Jacobian spread +4 +\+(0\.9\d|1\.00) +0\.", capsys.readouterr().out, flags=re.MULTILINE)
+    told = capsys.readouterr().out
+    assert re.search(r"^arm +bent +PR +2nd difference +Jacobian spread +PR of f +gain %", told, flags=re.MULTILINE)
+    assert re.search(r"^Jacobian spread +4 +\+(0\.9\d|1\.00) +0\.", told, flags=re.MULTILINE)
     assert sorted(file.name for file in out.iterdir()) == ["gains.svg", "geometry.html", "geometry.json"]
     assert json.loads((out / "geometry.json").read_text()) == found
     with pytest.raises(BadInput, match="is for a run"):

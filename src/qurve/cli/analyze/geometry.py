@@ -40,6 +40,13 @@ CURVATURE_TOKENS = 2_048
 """Curvature takes some forty evaluations of each projection a token."""
 ROUNDING = 1e-9
 """What bends in a linear pathway is below."""
+SHORT = {
+    "bent": "bent",
+    "participation_ratio": "PR",
+    "participation_ratio_of_f": "PR of f",
+    "second_difference": "2nd difference",
+}
+"""Figures where a terminal has little room."""
 ASSOCIATED: dict[str, Callable[[dict[str, Any]], str]] = {
     "arms": lambda found: str(len(found["points"])),
     "correlation": lambda found: f"{found['correlation']:+.2f}",
@@ -338,9 +345,12 @@ def _study_tables(tree: dict[str, Any]) -> list[Table]:
     return [
         Table(
             title="Geometry of the arms",
-            head=["arm", *(AXES[name] for name in figures), "gain %"],
+            head=["arm", *(SHORT.get(name, AXES[name]) for name in figures), "gain %"],
             rows=of_arms,
-            notes=["Means over the seeds. Gain: of the final loss over the baseline's, where the arm has a verdict."],
+            notes=[
+                "Means over the seeds. Bent: share of the variance outside every flat that a linear pathway could "
+                "have. PR: participation ratio. Gain: of the final loss over the baseline's, where there is a verdict."
+            ],
         ),
         Table(
             title="Does it go with the gain?",
