@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qurve.cli.analyze.shared import as_text, leave, show, untrained
+from qurve.cli.analyze.shared import as_text, check_out, finite, leave, show, untrained
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -66,6 +66,7 @@ def geometry(
 ) -> int:
     """The affine hull of queries, keys and values, its spectrum and curvature, and Jacobians' condition numbers."""
     at_least("--tokens", tokens, 1)
+    check_out(out)
     from qurve.train.config import TrainConfig
     from qurve.train.runtime import resolve_device
 
@@ -147,7 +148,7 @@ def _run(folder: Path, tokens: int, data: Path | None, place: str, console: Cons
     text = _text(run, tokens, data)
     for step, model_of in models:
         try:
-            model = model_of().to(place)
+            model = finite(model_of(), folder).to(place)
         except BadInput as refusal:
             if step:
                 raise
@@ -274,7 +275,7 @@ def _study(folder: Path, tokens: int, data: Path | None, place: str) -> dict[str
     for arm in (results.baseline, *results.primary):
         for run in arm.finished:
             source = RunFolder(folder_of(results, run))
-            model = GPT.from_run(source.path).to(place)
+            model = finite(GPT.from_run(source.path), source.path).to(place)
             found = _measured(model, run.step, _text(source, tokens, data), f"{arm.name}, seed {run.seed}")
             for name, figure in _figures(found).items():
                 figures.setdefault(name, {}).setdefault(arm.name, {})[run.seed] = figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table as Shown
 
 from qurve.errors import BadInput
-from qurve.files import write_atomic
+from qurve.files import check_folders, write_atomic
 from qurve.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -60,6 +61,14 @@ def untrained(run: RunFolder) -> GPT:
     return GPT(config.model, seed=config.train.seed).eval()
 
 
+def finite(model: GPT, where: Path) -> GPT:
+    """The model, or `BadInput` that names the first of its weights that is not finite: it computes nothing."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise BadInput(f"{where}: its {name} is not finite, so that nothing can be measured; name another run")
+    return model
+
+
 def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int) -> np.ndarray[Any, Any]:
     """The beginnings of the embedded corpus's first documents by a Hugging Face model's own tokenizer: ids `[B, T]`, T
     the context or `longest`.
@@ -97,6 +106,12 @@ def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int
             f"has {config.vocab_size:,}"
         )
     return ids_BT
+
+
+def check_out(out: Path | None) -> None:
+    """Raise `BadInput` where `leave` could make no folder `out`: it, or one that it would be in, is a file."""
+    if out is not None:
+        check_folders(next(place for place in (out, *out.parents) if os.path.lexists(place)))
 
 
 def as_text(tree: Mapping[str, Any]) -> str:
