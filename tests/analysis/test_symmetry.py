@@ -85,6 +85,7 @@ QUICK = {
     "wide-head-of-two-queries": RMS | {"d_head": 5, "n_kv_heads": 1},
     "rotary-wide-heads": RMS | {"d_head": 6, "positions": Rope(theta=3.0)},
     "reglu": RMS | {"mlp": Gated("relu")},
+    "layernorm-swiglu": {"mlp": Gated()},
 }
 SLOW = {
     "attention-skip-alone": RMS | TWO | {"residual": Skip(mlp=False), "norm_eps": 0.1},
