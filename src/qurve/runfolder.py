@@ -224,7 +224,9 @@ class RunFolder:
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise BadInput(f"{self.path} is not a run folder: it has no {path.name}") from None
+            study = (self.path / "study.json").is_file()
+            way_out = f", it is a study; its runs are {self.path / 'runs' / 'ARM' / 'seed-N'}" if study else ""
+            raise BadInput(f"{self.path} is not a run folder: it has no {path.name}{way_out}") from None
         except (ValueError, RecursionError, IsADirectoryError) as error:
             raise BadInput(f"{path}: not JSON ({error})") from None
         if not isinstance(tree, dict):

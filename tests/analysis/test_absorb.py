@@ -174,6 +174,8 @@ def test_under_rmsnorm_an_orthogonal_query_becomes_the_identity() -> None:
         block.attention.query.weight.data = (turn_DD / block.attention_norm.weight[:, None]).T.detach()
         assert outcomes(model)[layer] == "identity"
     assert is_same(model, absorb_queries(model).model)
+    model.blocks[0].attention.query.weight.data *= 1 + 1e-6  # nearly is not enough
+    assert outcomes(model) == ["triangular", "identity", "identity"]
 
 
 def test_a_gain_before_a_tied_head_stands_in_the_way_of_the_first_block_alone() -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qurve.analysis import attention_logits, dynamics
-from qurve.analysis.dynamics import DEAD, logits_and_entropy, mean_jacobian, recording, spectral_norm, stable_rank
+from qurve.analysis.dynamics import (
+    DEAD,
+    dead_share,
+    logits_and_entropy,
+    mean_jacobian,
+    recording,
+    spectral_norm,
+    stable_rank,
+)
 from qurve.model.cache import Cache
 from qurve.model.config import LayerOverride, ModelConfig
 from qurve.model.feed_forward import Dense, MixtureOfExperts
@@ -202,6 +210,22 @@ def test_a_unit_that_no_token_reaches_is_dead() -> None:
     assert found["mlp.dead_units"][0] == 1
     assert found["query.dead_units"][1] >= before["query.dead_units"][1] + 1 / 8
     assert found["query.dead_units"][1] < 1
+
+
+def test_a_unit_is_dead_that_stays_near_zero_on_either_side_and_at_every_token() -> None:
+    h_NF = torch.tensor([[0.0, -0.1, DEAD, 0.0], [-DEAD, -0.1, 0.0, 0.0], [0.0, -0.1, 0.0, 2 * DEAD]])
+    assert dead_share(h_NF) == 0.5
+
+
+def test_a_jacobian_is_averaged_over_tokens_from_all_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamics, "JACOBIAN_TOKENS", 4)
+    monkeypatch.setattr(dynamics, "JACOBIAN_SPACING", 2)
+    model, inputs = build(query=Bottleneck(), n_layers=1), list[Tensor]()
+    handle = model.blocks[0].attention.register_forward_pre_hook(lambda _, a: inputs.append(a[0][0].flatten(0, 1)))
+    found = recorded(model)
+    handle.remove()
+    taken = mean_jacobian(model.blocks[0].attention.query, inputs[0][[0, 6, 12, 18]])  # of 27
+    assert found["query.norm"] == pytest.approx([taken.norm().item()], rel=1e-5)
 
 
 LINEAR = {f"{name}.{what}" for name in ("query", "key", "value") for what in ("norm", "stable_rank")}

@@ -129,6 +129,8 @@ def test_rotary_positions_take_turned_and_scaled_pairs_alone(layout: Any) -> Non
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="rotary positions"):
         change_heads(attention(model), "logits", drawn(2, e=4))
+    with pytest.raises(ValueError, match="rotary positions"):
+        change_heads(attention(model), "logits", turns_GEE + 1e-6 * drawn(2, e=4))  # nearly is not enough
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     change_heads(attention(model), "values", drawn(2, e=4))  # values are not rotated
     torch.testing.assert_close(model(IDS_BT), changed(model, "logits", turns_GEE)(IDS_BT), rtol=1e-9, atol=1e-9)
@@ -290,15 +292,16 @@ def test_anchored_queries_have_a_weight_where_they_are_linear() -> None:
     assert asymmetry(model)[0] == pytest.approx(asymmetry(plain)[0])
 
 
-def test_logit_asymmetry_by_hand() -> None:
-    model = build(query=Bottleneck(), n_layers=1, n_kv_heads=1, qk_norm=True)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_logit_asymmetry_by_hand(groups: int) -> None:
+    model = build(query=Bottleneck(), n_layers=1, n_kv_heads=groups, qk_norm=True)
     assert asymmetry(model) == [None]
     block = model.blocks[0]
     x_BTD = block.attention_norm(model.token_embedding(IDS_BT) + model.position_embedding(torch.arange(T)))
-    k_BTE = block.attention.key_norm(block.attention.key(x_BTD))
+    k_BTGE = block.attention.key_norm(block.attention.key(x_BTD).unflatten(-1, (groups, E)))
     for head, share in enumerate(logit_asymmetry(model, IDS_BT)[0]):
         q_BTE = block.attention.query_norm(block.attention.query(x_BTD)[..., E * head : E * head + E])
-        s_BTT = q_BTE @ k_BTE.mT
+        s_BTT = q_BTE @ k_BTGE[:, :, head * groups // 4].mT
         assert share == pytest.approx(((s_BTT - s_BTT.mT).square().sum() / (2 * s_BTT).square().sum()).item())
 
 
@@ -313,7 +316,9 @@ def test_blocks_without_logits_give_none() -> None:
     assert len(logit_asymmetry(shared, IDS_BT)) == 3
     assert logit_asymmetry(shared, IDS_BT)[0] != logit_asymmetry(shared, IDS_BT)[1]
     prefix = build(attends="prefix")
-    assert len(logit_asymmetry(prefix, IDS_BT, prefix_B=torch.tensor([1, 2, 3]))) == 2
+    few, many = (logit_asymmetry(prefix, IDS_BT, prefix_B=torch.full((3,), length)) for length in (0, T))
+    assert few[0] == many[0]  # before anything has been attended to
+    assert few[1] != many[1]
     assert not any(block.attention._forward_pre_hooks for block in prefix.blocks)
 
 

@@ -315,6 +315,8 @@ def test_the_spectrum_is_that_of_all_activations_at_once() -> None:
         x_MN = part.flatten(0, 1)
         expected = torch.linalg.svdvals(x_MN - x_MN.mean(0)) / len(x_MN) ** 0.5
         assert found.deviations == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5 * expected[0].item())
+    squares = torch.tensor(hull.qkv.deviations).square()
+    assert hull.bent == pytest.approx((squares[D - 1 :].sum() / squares.sum()).item())
 
 
 @pytest.mark.parametrize("config", [ON_LINEAR, ALONE, Bottleneck(scale=0.3, start="exact")], ids=lambda c: c.anchor)
@@ -376,6 +378,8 @@ def test_too_few_tokens_and_caches_are_refused() -> None:
     model = build()
     with pytest.raises(BadInput, match=r"16 tokens span at most 15 dimensions.* have 24: take more tokens"):
         measure_hulls(model, [IDS_BT[:1]])
+    with pytest.raises(BadInput, match="24 tokens span at most 23 dimensions"):
+        measure_hulls(model, [IDS_BT[:3, :8]])
     with (
         pathways.visiting(model, lambda layer, block: None),
         torch.no_grad(),

@@ -240,6 +240,7 @@ def test_a_trained_model_is_reduced_exactly(finished: RunFolder) -> None:
         ({"mixer": LinearAttention()}, "model.mixer = linear_attention"),
         ({"vocab_size": 5}, "narrower than model.d_model = 6"),
         ({"n_heads": 1}, "as wide as one head"),
+        (RMS | {"d_head": 7}, "a head is wider than model.d_model = 6"),
     ],
 )
 def test_what_holds_the_basis_is_named(changes: dict[str, Any], why: str) -> None:

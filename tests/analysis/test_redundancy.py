@@ -46,6 +46,7 @@ def test_difference_by_hand() -> None:
     found = difference(before, after.train(), IDS_BT)
     assert after.training
     assert found.largest == pytest.approx(0.5 * logits_BTV.abs().max().item())
+    assert difference(after, before, IDS_BT).largest == found.largest
     assert found.relative == pytest.approx(0.5)
     p_BTV, q_BTV = logits_BTV.softmax(-1), (1.5 * logits_BTV).softmax(-1)
     rows = zip(p_BTV.flatten(0, 1).tolist(), q_BTV.flatten(0, 1).tolist(), strict=True)
@@ -114,8 +115,9 @@ def test_what_lets_a_basis_pass_is_left_out() -> None:
     q_DD = torch.linalg.qr(torch.randn(D, D, dtype=torch.float64))[0]
     model = build(norm="rmsnorm", tie_embeddings=False)
     assert violations(model, Plan((), (Basis(q_DD, 1.0),) * (2 * L + 1), False), IDS_BT) == []
-    tilted = Basis(q_DD * 1.01, 1.0)
-    assert {v.kind for v in violations(model, Plan((), (tilted,) * (2 * L + 1), False), IDS_BT)} == {"norm"}
+    for scale in (1.01, 1 + 1e-5):
+        tilted = Basis(q_DD * scale, 1.0)
+        assert {v.kind for v in violations(model, Plan((), (tilted,) * (2 * L + 1), False), IDS_BT)} == {"norm"}
 
 
 @pytest.mark.parametrize(

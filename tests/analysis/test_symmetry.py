@@ -80,7 +80,12 @@ QUICK = {
     "layernorm-papers": PAPER,
     "rmsnorm-papers": RMS | PAPER,
     "mqa": {"n_kv_heads": 1},
+    "one-head": {"n_heads": 1},
+    "heads-wider-than-the-model": RMS | {"d_head": 5},
+    "wide-head-of-two-queries": RMS | {"d_head": 5, "n_kv_heads": 1},
+    "rotary-wide-heads": RMS | {"d_head": 6, "positions": Rope(theta=3.0)},
     "reglu": RMS | {"mlp": Gated("relu")},
+    "layernorm-swiglu": {"mlp": Gated()},
 }
 SLOW = {
     "attention-skip-alone": RMS | TWO | {"residual": Skip(mlp=False), "norm_eps": 0.1},
@@ -245,6 +250,8 @@ def test_what_is_too_little_or_too_large_is_refused(monkeypatch: pytest.MonkeyPa
         ({"query": Bottleneck(activation="relu")}, "neither linear, nor the identity"),
         ({"query": Identity(), "positions": Rope()}, "rotary"),
         ({"query": Identity(), "n_heads": 1}, "one head"),
+        ({"query": Bottleneck(), "n_heads": 1}, "of one head, or of one unit"),
+        ({"query": Bottleneck(width=1)}, "of one head, or of one unit"),
         ({"query": Bottleneck(), **SKIPLESS, **NO_POSITIONS}, "token table"),
         ({"vocab_size": 3}, "narrower than model.d_model = 4"),
         ({"window": 2}, "fewer than three tokens"),

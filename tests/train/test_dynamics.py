@@ -16,7 +16,7 @@ from qurve.errors import BadInput
 from qurve.model.gpt import GPT
 from qurve.runfolder import RunFolder
 from qurve.study.watch import Metrics
-from qurve.train import loop, windows
+from qurve.train import dynamics, loop, windows
 from qurve.train.loop import train
 from qurve.train.trackers import scalars
 from tiny import tiny
@@ -77,6 +77,22 @@ def test_gradients_are_of_the_whole_step_before_clipping(data: TokenData, tmp_pa
             squares = sum(parameter.grad.square().sum().item() for parameter in part.parameters())
             assert line["dynamics"][measure][layer] == pytest.approx(squares**0.5, rel=1e-4)
     assert line["grad_norm"] > line["dynamics"]["block.gradient"][0] > 1e-3
+
+
+def test_shared_blocks_have_one_gradient_and_few_windows_are_enough(
+    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured on does not grow with the step."""
+    monkeypatch.setattr(dynamics, "MEASURED_TOKENS", 64)
+    config = tiny("train.dynamics_every=1", "train.steps=1", "model.share_blocks=true")
+    (line,) = train(config, tmp_path / "run", data).train_lines()
+    for measure in GRADIENTS:
+        first, second = line["dynamics"][measure]
+        assert first == second > 0
+    starts, model = windows.training_windows(config, data, 0)[0], GPT(config.model, seed=1).eval()
+    with recording(model) as found, torch.no_grad():
+        model(torch.from_numpy(data.split("train").windows(starts[:2], 32)[0]))
+    assert line["dynamics"]["attention.entropy"] == pytest.approx(found.by_measure()["attention.entropy"], rel=1e-4)
 
 
 def test_a_run_without_queries_weights_has_no_gradient_of_theirs(data: TokenData, tmp_path: Path) -> None:

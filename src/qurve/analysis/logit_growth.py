@@ -92,8 +92,9 @@ def radial_cosines(model: GPT, windows: Sequence[Window]) -> dict[str, float]:
 
 
 def effective_rate(weight: Tensor, lr: float) -> float:
-    """Radians, about, by which one update of Adam at rate `lr` turns a weight: `lr / rms(weight)`."""
-    return lr / weight.detach().double().square().mean().sqrt().item()
+    """Radians, about, by which one update of Adam at rate `lr` turns a weight: `lr / rms(weight)`; inf for zero."""
+    size = weight.detach().double().square().mean().sqrt().item()
+    return lr / size if size else math.inf
 
 
 def settled_turn(lr: float, weight_decay: float, beta1: float = 0.9) -> float:
@@ -129,7 +130,7 @@ class LogitDegree:
 
 def logit_degree(model: GPT, windows: Sequence[Window]) -> list[LogitDegree]:
     """`d log(largest logit) / d log a` of every block with softmax logits, its inputs held fixed: 2 for linear queries
-    and keys, 1 where the queries have no weight, 0 under QK-norm.
+    and keys, 1 where the queries have no weight, 0 under QK-norm; NaN where every logit is zero.
 
     Differences of `STEP` up and down, so that in float32 the third digit is rounding.
     """
@@ -161,8 +162,9 @@ def _degree(attention: Attention, weights: list[nn.Parameter], calls: list[tuple
     logs = []
     for factor in (STEP, 1 / STEP):
         with scaled(weights, factor):
-            logs.append(max(_largest(attention, call) for call in calls))
-    return (math.log(logs[0]) - math.log(logs[1])) / (2 * math.log(STEP))
+            largest = max(_largest(attention, call) for call in calls)
+            logs.append(math.log(largest) if largest else math.nan)
+    return (logs[0] - logs[1]) / (2 * math.log(STEP))
 
 
 def _largest(attention: Attention, call: tuple[Any, ...]) -> float:

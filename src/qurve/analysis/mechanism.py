@@ -178,7 +178,8 @@ def fit(model: GPT, windows: Sequence[Window]) -> Fitted:
 def linear_share(model: GPT, fitted: Fitted, windows: Sequence[Window]) -> dict[int, float]:
     """How much of `f` is linear in `x`: R^2 on `windows`, over all channels together, by block.
 
-    1: `f` is a linear map; 0: the fitted one is no better than `f`'s mean. The untouched model runs.
+    1: `f` is a linear map; 0: the fitted one is no better than `f`'s mean; NaN: `f` does not vary. The untouched model
+    runs.
     """
     errors = {layer: torch.zeros(2, dtype=torch.float64) for layer in fitted.linear}
 

@@ -123,6 +123,8 @@ def check_reducible(config: ModelConfig) -> None:
                 obstacle = obstacle or f"model.{name} = {kind.kind} is not linear, and fixes the basis of what it reads"
         if type(config.at(layer).mixer).__name__ != "Softmax":
             obstacle = obstacle or f"model.mixer = {config.at(layer).mixer.kind} is not softmax attention"
+    if config.head_width > config.d_model:
+        obstacle = obstacle or f"a head is wider than model.d_model = {config.d_model}, and its weights hold no square"
     if min(config.vocab_size, config.d_ff) < config.d_model:
         obstacle = obstacle or f"the vocabulary or the feed-forward is narrower than model.d_model = {config.d_model}"
     if obstacle is not None:

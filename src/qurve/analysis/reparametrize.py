@@ -20,6 +20,7 @@ Legend: D model width, I and O input and output width of a weight.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
@@ -100,7 +101,7 @@ def reparametrize(attention: Attention, theta_DD: Tensor) -> Reparametrized:
 def condition(matrix: Tensor) -> float:
     """The condition number in the 2-norm; infinite where the matrix is singular."""
     singular = torch.linalg.svdvals(matrix.double())
-    return float(singular[0] / singular[-1])
+    return float(singular[0] / singular[-1]) if singular[-1] else math.inf  # zero by zero is no number
 
 
 def not_linear_in_its_input(attention: nn.Module) -> str | None:

@@ -12,7 +12,8 @@ apart. Sources: arXiv 2603.13381, equation 1; M. Karbevski, "A Note on Residual 
 Fixes" (2026); functional dimension after Grigsby et al., arXiv 2209.04036.
 
 Legend: B batch, T tokens, D model width, H query heads, G key/value heads, E head width, R bottleneck width, F
-feed-forward width, V vocabulary, L layers, N logits of a batch, M some of them, P parameters.
+feed-forward width, V vocabulary, L layers, N logits of a batch (or queries that share a key head), M some of them, P
+parameters.
 """
 
 from __future__ import annotations
@@ -266,7 +267,7 @@ def _in_block(here: ModelConfig) -> dict[str, int]:
     gates = isinstance(here.mlp, Gated)
     found = {
         "queries and keys": _queries_keys(here) if kind == "linear" else 0,
-        "values and outputs": kv_heads * e * e,
+        "values and outputs": kv_heads * _head_basis(here),
         "shaping": 0 if here.residual.attention_skip else heads,
         "feed-forward units": units + (f if gates else 0),
         "query bottleneck": d + rank if rank else 0,
@@ -282,7 +283,17 @@ def _in_block(here: ModelConfig) -> dict[str, int]:
 
 def _queries_keys(here: ModelConfig) -> int:
     """Per key head any invertible A; with rotary positions one that turns and scales each pair of channels."""
-    return here.kv_heads * here.head_width * (1 if isinstance(here.positions, Rope) else here.head_width)
+    return here.kv_heads * (here.head_width if isinstance(here.positions, Rope) else _head_basis(here))
+
+
+def _head_basis(here: ModelConfig) -> int:
+    """Dimension of what leaves the two factors' product in one key or value head: `E^2`, the changes of its basis.
+
+    Where a head is wider than the W channels that its norm leaves, not all of these change the factors, and others do:
+    the parameters of both, `N W E + W E`, less those of their product, which is any `[N W, W]`.
+    """
+    n, e, w = here.n_heads // here.kv_heads, here.head_width, here.d_model - _is_pre_layernorm(here)
+    return e * e if e <= w else n * w * (e - w) + w * e
 
 
 def _around(config: ModelConfig) -> dict[str, int]:
@@ -340,6 +351,8 @@ def _uncounted_block(here: ModelConfig) -> str | None:
         return "rotary positions beside queries that are not linear"
     if here.query.kind == "identity" and here.n_heads == 1 and _is_pre_layernorm(here):
         return "one head whose query is a LayerNorm's output"
+    if isinstance(here.query, Bottleneck) and min(here.n_heads, here.query.rank(Dims(here.d_model, here.d_model))) == 1:
+        return "nonlinear queries of one head, or of one unit, leave more free than is known"
     if min(here.context, here.window or here.context) < 3:
         return "attention over fewer than three tokens"
     return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from qurve.cli.analyze.shared import as_text, check_out, leave, name_of, show, untrained
+from qurve.cli.analyze.shared import as_text, check_out, finite, leave, name_of, show, untrained
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -168,7 +168,7 @@ def _run(folder: Path, tokens: int, data: Path | None, place: str, console: Cons
     text = _text(run, tokens, data)
     for step, model_of in models:
         try:
-            model = model_of().to(place)
+            model = finite(model_of(), folder).to(place)
         except BadInput as refusal:
             if step:
                 raise
@@ -295,7 +295,7 @@ def _study(folder: Path, tokens: int, data: Path | None, place: str) -> dict[str
     for arm in (results.baseline, *results.primary):
         for run in arm.finished:
             source = RunFolder(folder_of(results, run))
-            model = GPT.from_run(source.path).to(place)
+            model = finite(GPT.from_run(source.path), source.path).to(place)
             found = _measured(model, run.step, _text(source, tokens, data), f"{arm.name}, seed {run.seed}")
             for name, figure in _figures(found).items():
                 figures.setdefault(name, {}).setdefault(arm.name, {})[run.seed] = figure

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 
-from qurve.cli.analyze.shared import as_text, check_out, leave, name_of, show, untrained
+from qurve.cli.analyze.shared import as_text, check_out, finite, leave, name_of, show, untrained
 from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -79,7 +79,7 @@ def mechanism(
         has_f = False
     tree: dict[str, Any] = {
         "run": str(run),
-        "step": RunFolder(run).last_step(),
+        "step": RunFolder(run).checkpoint_steps()[-1],
         "split": "val",
         "windows": len(opened.judged),
         "context": opened.config.model.context,
@@ -132,7 +132,7 @@ def _opened(run: Path, data: Path | None, windows: int, device: str | None) -> _
     config, start = earlier_config(RunFolder(run)), untrained(RunFolder(run))
     place = resolve_device(TrainConfig(**given(device=device)).device)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device=place))
-    model = GPT.from_run(run).to(place)
+    model = finite(GPT.from_run(run), run).to(place)
     context, split = config.model.context, run_data(run, data).split("val")
     starts = fixed_eval_windows(len(split), context=context, count=2 * windows)
     tokens, needed = (len(starts) + 1) // 2 * context, config.model.d_model + 2
@@ -153,7 +153,7 @@ def _other(path: Path, opened: _Opened) -> GPT:
     stated, own = (RunFolder(p).config_json()[0].get("data") or {} for p in (path, opened.run))
     if stated.get("fingerprint") != own.get("fingerprint"):
         raise BadInput(f"--against {path}: it was trained on other data than {opened.run}")
-    other = GPT.from_run(path)
+    other = finite(GPT.from_run(path), path)
     try:
         check_comparable(opened.model, other)
     except ValueError as why:
@@ -180,7 +180,9 @@ def _interventions(opened: _Opened) -> dict[str, Any]:
         "loss": fmean(untouched),
         "fitted_on": len(opened.fitted),
         "interventions": rows,
-        "linear_share": [{"layer": layer, "r2": r2, "untrained": at_start[layer]} for layer, r2 in shares.items()],
+        "linear_share": [
+            {"layer": layer, "r2": _number(r2), "untrained": _number(at_start[layer])} for layer, r2 in shares.items()
+        ],
     }
 
 
@@ -249,17 +251,25 @@ def _scale(opened: _Opened) -> dict[str, Any]:
                         "layer": layer,
                         "name": name,
                         "invariant": name in invariant,
-                        "radial_cosine": None if math.isnan(cosine) else cosine,
+                        "radial_cosine": _number(cosine),
                         "rms": parameter.detach().double().square().mean().sqrt().item(),
-                        "effective_rate": effective_rate(parameter, training.lr),
+                        "effective_rate": _number(effective_rate(parameter, training.lr)),
                     }
                 )
     return {
         "lr": training.lr,
         "settled_turn": settled_turn(training.lr, training.weight_decay, training.beta1),
         "matrices": matrices,
-        "degrees": [dataclasses.asdict(one) for one in logit_degree(model, opened.judged[:GRADIENT_WINDOWS])],
+        "degrees": [
+            {name: _number(value) for name, value in dataclasses.asdict(one).items()}
+            for one in logit_degree(model, opened.judged[:GRADIENT_WINDOWS])
+        ],
     }
+
+
+def _number(value: float) -> float | None:
+    """As JSON has it: None for what is not finite, because there is nothing to measure."""
+    return value if math.isfinite(value) else None
 
 
 def _attention(opened: _Opened, path: Path, other: GPT) -> dict[str, Any]:
@@ -300,7 +310,7 @@ def _intervention_table(tree: dict[str, Any]) -> Table:
     from qurve.study.worth import Table
 
     every = max(len(row["layers"]) for row in tree["interventions"])
-    r2 = {row["layer"]: f"{row['r2']:.3f} ({row['untrained']:.3f})" for row in tree["linear_share"]}
+    r2 = {row["layer"]: f"{_told(row['r2'], '.3f')} ({_told(row['untrained'], '.3f')})" for row in tree["linear_share"]}
     rows = []
     for row in tree["interventions"]:
         layers = row["layers"]
@@ -314,7 +324,7 @@ def _intervention_table(tree: dict[str, Any]) -> Table:
         notes=[
             f"Nats per token more than the untouched model's {tree['loss']:.4f}, on {tree['windows']} windows of "
             f"validation text; intervals are over these windows, each for itself. Fitted on {tree['fitted_on']} "
-            "others. R²: how much of f is linear in the block's input (and was before training)."
+            "others. R²: how much of f is linear in the block's input (and was before training); – where f is constant."
         ],
     )
 
@@ -370,10 +380,10 @@ def _scale_table(tree: dict[str, Any]) -> Table:
     rows = []
     for layer, group in itertools.groupby(tree["matrices"], key=lambda row: row["layer"]):
         for place, row in enumerate(group):
-            degree = f"{degrees[layer]['together']:.2f}" if layer in degrees and not place else ""
+            degree = _told(degrees[layer]["together"], ".2f") if layer in degrees and not place else ""
             cosine = "" if row["radial_cosine"] is None else f"{row['radial_cosine']:+.4f}"
             invariant = "yes" if row["invariant"] else ""
-            figures = (f"{row['rms']:.4f}", f"{row['effective_rate']:.4f}")
+            figures = (f"{row['rms']:.4f}", _told(row["effective_rate"], ".4f"))
             rows.append([row["name"], str(layer), cosine, invariant, *figures, degree])
     return Table(
         title="Scale",
@@ -408,6 +418,10 @@ def _attention_table(tree: dict[str, Any]) -> Table:
             "seed is the yardstick for another model."
         ],
     )
+
+
+def _told(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _by_model_and_layer(tree: dict[str, Any], what: str) -> Iterable[tuple[str, int, list[dict[str, Any]]]]:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
-from qurve.cli.analyze.shared import as_text, check_out, embedded_windows, leave, name_of, show, validation_windows
+from qurve.cli.analyze.shared import (
+    as_text,
+    check_out,
+    embedded_windows,
+    finite,
+    leave,
+    name_of,
+    show,
+    validation_windows,
+)
 from qurve.cli.exporting import hub
 from qurve.cli.shared import Json, console_for, option, plain
 from qurve.errors import BadInput
@@ -91,12 +100,12 @@ def _model_and_text(folder: Path, data: Path | None) -> tuple[GPT, torch.Tensor]
     from qurve.model.gpt import GPT
 
     if model_type(folder) is None:
-        model = GPT.from_run(folder).double()
+        model = finite(GPT.from_run(folder), folder).double()
         ids = validation_windows(folder, data, min(model.config.context, LONGEST), WINDOWS)
         return model, torch.from_numpy(ids)
     if data is not None:
         raise BadInput(f"--data {data}: {folder} is no run's folder; logits are compared on the embedded corpus")
-    model = hub().read_model(folder).double()
+    model = finite(hub().read_model(folder), folder).double()
     return model, torch.from_numpy(embedded_windows(folder, model.config, LONGEST, WINDOWS))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,6 +62,14 @@ def untrained(run: RunFolder) -> GPT:
     return GPT(config.model, seed=config.train.seed).eval()
 
 
+def finite(model: GPT, where: Path) -> GPT:
+    """The model, or `BadInput` that names the first of its weights that is not finite: it computes nothing."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise BadInput(f"{where}: its {name} is not finite, so that nothing can be measured; name another run")
+    return model
+
+
 def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int) -> np.ndarray[Any, Any]:
     """The beginnings of the embedded corpus's first documents by a Hugging Face model's own tokenizer: ids `[B, T]`, T
     the context or `longest`.
@@ -100,6 +109,12 @@ def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int
     return ids_BT
 
 
+def check_out(out: Path | None) -> None:
+    """Raise `BadInput` where `leave` could make no folder `out`: it, or one that it would be in, is a file."""
+    if out is not None:
+        check_folders(next(place for place in (out, *out.parents) if os.path.lexists(place)))
+
+
 def as_text(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, allow_nan=False, indent=1) + "\n"
 
@@ -108,12 +123,6 @@ def name_of(folder: Path) -> str:
     """What a page calls the model or study in `folder`: a seed of a study by its arm's name too."""
     parts = folder.resolve().parts
     return "/".join(parts[-2:] if re.fullmatch(r"seed-\d+", parts[-1]) else parts[-1:])
-
-
-def check_out(out: Path | None) -> None:
-    """Before any computing: `BadInput` where a file has the name of the folder that files are to be left in."""
-    if out is not None:
-        check_folders(out)
 
 
 def leave(out: Path | None, files: Mapping[str, str], say: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from tyro.conf import Positional, arg
 
-from qurve.cli.analyze.shared import as_text, check_out, leave, name_of, show, validation_windows
+from qurve.cli.analyze.shared import as_text, check_out, finite, leave, name_of, show, validation_windows
 from qurve.cli.shared import Json, console_for, option, plain
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
@@ -58,7 +58,7 @@ def _measured(run: RunFolder, data: Path | None) -> dict[str, Any]:
     from qurve.analysis.symmetry import symmetries
     from qurve.model.gpt import GPT
 
-    model = GPT.from_run(run.path)
+    model = finite(GPT.from_run(run.path), run.path)
     tree: dict[str, Any] = {"run": str(run.path), "parameters": sum(p.numel() for p in model.parameters())}
     try:
         found = symmetries(model.config)
