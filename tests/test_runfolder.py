@@ -203,6 +203,9 @@ def test_folders_that_are_no_runs_are_named(tmp_path: Path) -> None:
             read()
     with pytest.raises(BadInput, match="holds no checkpoint"):
         run.latest_checkpoint()
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"no config\.json, it is a study; its runs are .*runs/ARM/seed-N"):
+        run.config_json()
 
 
 @pytest.mark.parametrize("text", ["{}", '{"status": "over", "step": 1}', '{"status": "failed", "step": "x"}'])

@@ -195,7 +195,7 @@ def test_what_cannot_be_measured_is_refused(
         geometry(bent.path, tokens=5)
     with pytest.raises(BadInput, match=r"is no prepared data"):
         geometry(bent.path, data=tmp_path)
-    with pytest.raises(BadInput, match="holds no checkpoint"):
+    with pytest.raises(BadInput, match="is not a run folder"):
         geometry(tmp_path)
     write_study(
         tmp_path / "study", fates={(a, s): "missing" for a in ("baseline", "mlp-4.75", "res-gelu") for s in (1, 2, 3)}

@@ -159,7 +159,7 @@ def _run(folder: Path, tokens: int, data: Path | None, place: str, console: Cons
     from qurve.model.gpt import GPT
 
     run = RunFolder(folder)
-    run.latest_checkpoint()  # refuses a folder without one
+    run.config_json(), run.latest_checkpoint()  # refuses what is no run, and one without a checkpoint
     steps = run.checkpoint_steps()
     models = [(step, partial(GPT.from_run, folder, step)) for step in (steps if every else steps[-1:])]
     if every:
