@@ -75,7 +75,7 @@ def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int
     from qurve.data.sources import Sources
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         texts = list(itertools.islice(Sources([embedded_corpus()]).documents(), count))
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     except BadInput:
