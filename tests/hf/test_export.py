@@ -22,7 +22,7 @@ from qurve.data.tokenizers import END_OF_TEXT, Tokenizer, ready_made, train_bpe
 from qurve.errors import BadInput
 from qurve.generate import Sampling, generate, run_tokenizer
 from qurve.hf.export import export, hub_tokenizer, import_folder, load_weights
-from qurve.hf.modeling import STUB_TEXT
+from qurve.hf.modeling import STUB_TEXT, QurveForCausalLM
 from qurve.hf.stock import from_stock, to_stock
 from qurve.model.config import ModelConfig
 from qurve.model.feed_forward import Dense, Gated
@@ -233,6 +233,7 @@ def stock_folder(folder: Path, **changes: Any) -> Path:
         ("empty", "config.json cannot be read"),
         ("text", "not JSON"),
         ("unmarked", "what model is it?"),
+        ("run", "is a run's folder already"),
         ("mistral", "holds a 'mistral' model; qurve, gpt2 and llama can be imported"),
         ("gelu_new", "its activation is 'gelu_new', an approximation of GELU"),
         ("half", "its parameters are not this model's"),
@@ -244,7 +245,9 @@ def test_what_cannot_be_imported_is_named(case: str, said: str, tmp_path: Path) 
     folder = tmp_path / "model"
     if case not in ("missing",):
         folder.mkdir()
-    contents = {"text": "{", "unmarked": "{}", "mistral": '{"model_type": "mistral"}'}
+    contents = {"text": "{", "unmarked": "{}", "run": "{}", "mistral": '{"model_type": "mistral"}'}
+    if case == "run":
+        (folder / "metrics.jsonl").touch()
     if case in contents:
         (folder / "config.json").write_text(contents[case])
     if case in ("gelu_new", "half", "no-weights", "torn"):
@@ -260,6 +263,7 @@ def test_what_cannot_be_imported_is_named(case: str, said: str, tmp_path: Path) 
     refused = call("import", folder, "--out", tmp_path / "run")
     assert refused.code == 2
     assert words(said) in words(refused.err)
+    assert ("not JSON" in refused.err) == (case == "text")
     assert {entry.name for entry in tmp_path.iterdir()} <= {"model"}
 
 
@@ -305,6 +309,27 @@ def test_somebody_elses_byte_level_tokenizer_comes_along(tmp_path: Path) -> None
     for text, ids in zip(TEXTS, own.encode_batch(TEXTS), strict=True):
         assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids.tolist()
         assert own.decode(ids.tolist()) == text
+
+
+def test_transformers_server_loads_what_is_its_own(
+    exported: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ours where it is put there, as the guide has it."""
+    import transformers
+    from transformers.cli.serving.model_manager import ModelManager
+
+    export(finished.path, tmp_path / "stock", "stock")
+    manager = ModelManager(device="cpu", trust_remote_code=True)
+    try:
+        model, tokenizer = manager.load_model_and_processor(str(tmp_path / "stock"))
+        assert (type(model).__name__, tokenizer("The")["input_ids"]) == ("GPT2LMHeadModel", list(b"The"))
+        with pytest.raises(AttributeError, match="QurveForCausalLM"):
+            manager.load_model_and_processor(str(exported))
+        monkeypatch.setattr(transformers, "QurveForCausalLM", QurveForCausalLM, raising=False)
+        model, _ = manager.load_model_and_processor(str(exported))
+        assert type(model) is QurveForCausalLM
+    finally:
+        manager.shutdown()
 
 
 # -------------------------------------------------------------------------------------------------------- a new process

@@ -244,8 +244,11 @@ def _read(source: Path) -> tuple[GPT, str, Asked]:
 def _config_of(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; name one that holds a {CONFIG}")
+    text = _text(folder / CONFIG)
+    if RunFolder(folder).metrics_file.exists():
+        raise BadInput(f"{folder} is a run's folder already, which every command reads as it is")
     try:
-        tree = json.loads(_text(folder / CONFIG))
+        tree = json.loads(text)
     except ValueError as error:
         raise BadInput(f"{folder / CONFIG}: not JSON ({error})") from None
     if not isinstance(tree, dict) or ("model_type" not in tree and tree.get("format") != FORMAT):
