@@ -294,6 +294,7 @@ def test_layers_that_are_not_there() -> None:
     refused(r"layers = \[1, 7\]: \[7\] is not there; there are 0, 1", tiny("llama"), layers=[1, 7])
     refused("nothing is not there", tiny("llama"), layers=[])
     refused("'all', or numbers", tiny("llama"), layers="last")
+    refused("'all', or numbers", tiny("llama"), layers=1)
 
 
 def test_a_path_to_more_than_queries() -> None:

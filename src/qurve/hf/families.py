@@ -6,7 +6,7 @@ No `transformers` here: a family is known by the name of its attention's class.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -174,7 +174,11 @@ def _number(name: str) -> int | None:
 def _chosen(names: list[str], layers: Any) -> set[str]:
     if layers == "all":
         return set(names)
-    if isinstance(layers, str) or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):
+    if (
+        isinstance(layers, str)
+        or not isinstance(layers, Iterable)
+        or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers)
+    ):
         raise BadInput(f"layers = {layers!r}: 'all', or numbers of layers such as [0, 1]")
     there = {name: _number(name) for name in names}
     missing = sorted(set(layers) - {n for n in there.values() if n is not None})
