@@ -202,7 +202,9 @@ def test_a_nonlinear_run_is_no_stock_model(run: RunFolder, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("to", ["hf", "stock", "safetensors"])
-def test_an_export_comes_back_as_a_run(to: Any, finished: RunFolder, run: RunFolder, tmp_path: Path) -> None:
+def test_an_export_comes_back_as_a_run(
+    to: Any, finished: RunFolder, run: RunFolder, data_folder: Path, tmp_path: Path
+) -> None:
     source = finished if to == "stock" else run
     told = call("export", source.path, "--to", to, "--out", tmp_path / to, "--json").json
     assert told["tokenizer"] == "bytes"
@@ -216,6 +218,8 @@ def test_an_export_comes_back_as_a_run(to: Any, finished: RunFolder, run: RunFol
     assert run_tokenizer(tmp_path / "run").spec == "bytes"
     plain = ("The", "--max-new-tokens", 8, "--temperature", 0, "--precision", "float32")
     assert call("generate", tmp_path / "run", *plain).out == call("generate", source.path, *plain).out
+    for options in ([], ["--data", data_folder]):
+        assert "was imported and has no data of its own" in words(call("eval", tmp_path / "run", *options).err)
     again = export(tmp_path / "run", tmp_path / "again", "safetensors")  # an imported one has no data
     assert (again.rows, load_weights(tmp_path / "again").config) == (257, back.config)
 

@@ -55,20 +55,22 @@ def _overlap(text: str, stop: str) -> int:
 def run_data(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> TokenData:
     """The data that a run was trained on: in `data`, or in the folder that the run names.
 
-    Raises `BadInput` when it is not there any more, or is other data.
+    Raises `BadInput` when it is not there any more, or is other data, and for an imported model.
     """
     run = RunFolder(folder)
     stated = run.config_json()[0].get("data") or {}
     named = Path(stated.get("path") or run.path / "data")
     place = Path(data) if data else next((p for p in (named, run.path / "data") if p.is_dir()), None)
-    if place is None:
+    opened = None if place is None else TokenData.open(place)
+    if opened is not None and opened.fingerprint == stated.get("fingerprint"):
+        return opened
+    if run.environment_file.exists() and "imported" in run.environment():
+        raise BadInput(f"{run.path} was imported and has no data of its own; `qurve eval --text PATH…` takes any text")
+    if opened is None:
         raise BadInput(
             f"{run.path} was trained on {named}, which is not there; name the folder of that data (--data DIR)"
         )
-    opened = TokenData.open(place)
-    if opened.fingerprint != stated.get("fingerprint"):
-        raise BadInput(f"{place} is not the data that {run.path} was trained on; name that folder (--data DIR)")
-    return opened
+    raise BadInput(f"{place} is not the data that {run.path} was trained on; name that folder (--data DIR)")
 
 
 def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> Tokenizer:
