@@ -98,6 +98,11 @@ def test_folders_that_hold_no_whole_causal_model_are_refused(
     save_file(weights, half / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match=r"half .*missing keys: transformer.h.1.attn.c_attn.weight"):
         open_model(half)
+    save_file(load_file(hugging_face["gpt2"] / "model.safetensors"), half / "model.safetensors", {"format": "pt"})
+    for file in half.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(BadInput, match=r"half holds no tokenizer, or one that makes nothing"):
+        open_model(half)
     (half / "model.safetensors").unlink()
     with pytest.raises(BadInput, match=r"half cannot be loaded by transformers"):
         open_model(half)

@@ -224,6 +224,9 @@ def test_an_export_comes_back_as_a_run(
     assert (again.rows, load_weights(tmp_path / "again").config) == (257, back.config)
 
 
+KIND = '{"model_type": "qurve", "qurve": {"format": 1, "depth": 3}}'
+
+
 def stock_folder(folder: Path, **changes: Any) -> Path:
     settings = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 30, **changes}
     GPT2LMHeadModel(GPT2Config(**settings, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
@@ -238,6 +241,7 @@ def stock_folder(folder: Path, **changes: Any) -> Path:
         ("text", "not JSON"),
         ("unmarked", "what model is it?"),
         ("run", "is a run's folder already"),
+        ("kind", "model: unknown field 'qurve.depth'"),
         ("mistral", "holds a 'mistral' model; qurve, gpt2 and llama can be imported"),
         ("gelu_new", "its activation is 'gelu_new', an approximation of GELU"),
         ("half", "its parameters are not this model's"),
@@ -249,7 +253,7 @@ def test_what_cannot_be_imported_is_named(case: str, said: str, tmp_path: Path) 
     folder = tmp_path / "model"
     if case not in ("missing",):
         folder.mkdir()
-    contents = {"text": "{", "unmarked": "{}", "run": "{}", "mistral": '{"model_type": "mistral"}'}
+    contents = {"text": "{", "unmarked": "{}", "run": "{}", "kind": KIND, "mistral": '{"model_type": "mistral"}'}
     if case == "run":
         (folder / "metrics.jsonl").touch()
     if case in contents:
@@ -293,6 +297,8 @@ def test_data_that_has_moved_is_asked_for(run: RunFolder, tmp_path: Path, data_f
 def test_a_stock_model_of_somebody_else_is_a_run_without_a_tokenizer(tmp_path: Path) -> None:
     moved = import_folder(stock_folder(tmp_path / "model", activation_function="gelu"), tmp_path / "run")
     assert (moved.kind, moved.tokenizer, moved.rows) == ("GPT2LMHeadModel", None, 30)
+    with pytest.raises(BadInput, match="was imported without a tokenizer"):
+        run_tokenizer(tmp_path / "run")
     assert GPT.from_run(tmp_path / "run").config.bias
 
 

@@ -170,7 +170,7 @@ class _HuggingFace(Evaluated):
             )
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **plain)
         except Exception as error:  # a file that is missing, a class that is unknown: no common base
-            why = (str(error).strip().splitlines() or [""])[0]
+            why = " ".join(str(error).split())[:200]
             raise BadInput(f"{folder} cannot be loaded by transformers ({type(error).__name__}: {why})") from error
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys := sorted(map(str, loaded.get(what, ()))):
@@ -185,6 +185,8 @@ class _HuggingFace(Evaluated):
         context = getattr(config, "max_position_embeddings", None)
         if not isinstance(context, int):
             raise BadInput(f"{folder}: its config.json does not say its context (max_position_embeddings)")
+        if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # which transformers makes up where there is none
+            raise BadInput(f"{folder} holds no tokenizer, or one that makes nothing of text")
         end = next((i for i in (tokenizer.eos_token_id, tokenizer.bos_token_id) if i is not None), None)
         if end is None:
             raise BadInput(

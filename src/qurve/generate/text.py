@@ -64,7 +64,7 @@ def run_data(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None
     opened = None if place is None else TokenData.open(place)
     if opened is not None and opened.fingerprint == stated.get("fingerprint"):
         return opened
-    if run.environment_file.exists() and "imported" in run.environment():
+    if _is_imported(run):
         raise BadInput(f"{run.path} was imported and has no data of its own; `qurve eval --text PATH…` takes any text")
     if opened is None:
         raise BadInput(
@@ -73,13 +73,20 @@ def run_data(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None
     raise BadInput(f"{place} is not the data that {run.path} was trained on; name that folder (--data DIR)")
 
 
+def _is_imported(run: RunFolder) -> bool:
+    return run.environment_file.exists() and "imported" in run.environment()
+
+
 def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> Tokenizer:
     """The tokenizer that a run's data was prepared with, found as `run_data` finds it, which says what it raises.
 
     An imported model has no data; its tokenizer is in the run's own folder `tokenizer`.
     """
-    if data is None and (own := RunFolder(folder).path / "tokenizer").is_dir():
+    run = RunFolder(folder)
+    if data is None and (own := run.path / "tokenizer").is_dir():
         return load(own)
+    if data is None and _is_imported(run):
+        raise BadInput(f"{run.path} was imported without a tokenizer, and can take no text; give prompts as ids")
     opened = run_data(folder, data)
     if opened.tokenizer == "unknown":
         raise BadInput(

@@ -271,8 +271,9 @@ def _read_theirs(folder: Path) -> PreTrainedModel:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-    except BadInput:
-        raise
+    except BadInput as error:
+        told = str(error)
+        raise BadInput(told if told.startswith(str(folder)) else f"{folder}: {told}") from None
     except Exception as error:
         told = " ".join(str(error).split())[:200]
         raise BadInput(f"{folder} holds no whole model ({type(error).__name__}: {told})") from error

@@ -81,7 +81,7 @@ def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int
     except BadInput:
         raise
     except Exception as error:  # a file that is missing or torn, a class that is unknown: no common base
-        why = (str(error).strip().splitlines() or [""])[0]
+        why = " ".join(str(error).split())[:200]
         raise BadInput(
             f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {why}), and logits are compared on text"
         ) from error
