@@ -132,9 +132,11 @@ def test_what_lets_a_basis_pass_is_left_out() -> None:
     ids=["attention-skip", "norm-free", "rmsnorm-skipless", "rmsnorm", "post-layernorm"],
 )
 def test_a_model_in_short(changes: dict[str, Any], exact: bool, in_the_way: set[str]) -> None:
-    model = build(**changes)
-    found = redundancy(model, IDS_BT)
+    model, told = build(**changes), list[str]()
+    found = redundancy(model, IDS_BT, progress=told.append)
     assert (found.exact is not None) == exact
+    assert ("logits with all that can be absorbed" in told) == exact
+    assert ("each norm, skip and tie" in told) == bool(in_the_way)
     assert not exact or found.exact.relative < 1e-10
     assert (found.forced is not None) == bool(in_the_way)
     assert {violation.kind for violation in found.violations} == in_the_way

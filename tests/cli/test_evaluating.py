@@ -45,6 +45,26 @@ def test_tasks_and_text_together(undisturbed: RunFolder, quiz: Path, tmp_path: P
     assert "the first 3 items of each task" in shown
     assert f"{100 * task['accuracy']:.1f}" in shown
     assert "bits per byte" not in shown
+    refused = call("eval", undisturbed.path, "--tasks", quiz, "--stride", 4)
+    assert (refused.code, "--stride is for a loss, and tasks have none" in words(refused.err)) == (2, True)
+
+
+def test_a_model_without_data_is_asked_for_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    for options, said in (([], "say what to evaluate it on: --tasks TASK…"), (["--split", "val"], "give --text PATH…")):
+        refused = call("eval", tmp_path, *options)
+        assert (refused.code, said in words(refused.err)) == (2, True)
+
+
+def test_a_long_path_leaves_the_table_whole(undisturbed: RunFolder, tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 20)
+    folder.mkdir()
+    files = [folder / f"{name}.txt" for name in "abc"]
+    for file in files:
+        file.write_text("Fellow-Citizens of the Senate")
+    lines = call("eval", undisturbed.path, "--text", files[0]).out.splitlines()
+    assert [line.split()[0] for line in lines] == ["text", "a.txt"]
+    assert "a.txt and 2 more" in call("eval", undisturbed.path, "--text", *files).out
 
 
 def test_a_study_gets_a_report(undisturbed: RunFolder, quiz: Path, tmp_path: Path) -> None:

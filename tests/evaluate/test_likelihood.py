@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,31 @@ def test_folders_that_hold_no_whole_causal_model_are_refused(
     save_file(weights, half / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match=r"half .*missing keys: transformer.h.1.attn.c_attn.weight"):
         open_model(half)
+    save_file(load_file(hugging_face["gpt2"] / "model.safetensors"), half / "model.safetensors", {"format": "pt"})
+    for file in half.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(BadInput, match=r"half holds no tokenizer, or one that makes nothing"):
+        open_model(half)
     (half / "model.safetensors").unlink()
     with pytest.raises(BadInput, match=r"half cannot be loaded by transformers"):
         open_model(half)
+
+
+def test_a_folders_own_code_is_not_run_and_not_asked_about(
+    tmp_path: Path, hugging_face: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for file in hugging_face["gpt2"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tree = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**tree, "model_type": "own", "auto_map": own}))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    with pytest.raises(BadInput, match="own cannot be loaded by transformers"):
+        open_model(folder)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_likeliest_continuation_ends_at_a_stop_text(ours: Evaluated, hugging_face: dict[str, Path]):

@@ -22,7 +22,7 @@ from qurve.data.tokenizers import END_OF_TEXT, Tokenizer, ready_made, train_bpe
 from qurve.errors import BadInput
 from qurve.generate import Sampling, generate, run_tokenizer
 from qurve.hf.export import export, hub_tokenizer, import_folder, load_weights
-from qurve.hf.modeling import STUB_TEXT
+from qurve.hf.modeling import STUB_TEXT, QurveForCausalLM
 from qurve.hf.stock import from_stock, to_stock
 from qurve.model.config import ModelConfig
 from qurve.model.feed_forward import Dense, Gated
@@ -202,7 +202,9 @@ def test_a_nonlinear_run_is_no_stock_model(run: RunFolder, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("to", ["hf", "stock", "safetensors"])
-def test_an_export_comes_back_as_a_run(to: Any, finished: RunFolder, run: RunFolder, tmp_path: Path) -> None:
+def test_an_export_comes_back_as_a_run(
+    to: Any, finished: RunFolder, run: RunFolder, data_folder: Path, tmp_path: Path
+) -> None:
     source = finished if to == "stock" else run
     told = call("export", source.path, "--to", to, "--out", tmp_path / to, "--json").json
     assert told["tokenizer"] == "bytes"
@@ -216,8 +218,13 @@ def test_an_export_comes_back_as_a_run(to: Any, finished: RunFolder, run: RunFol
     assert run_tokenizer(tmp_path / "run").spec == "bytes"
     plain = ("The", "--max-new-tokens", 8, "--temperature", 0, "--precision", "float32")
     assert call("generate", tmp_path / "run", *plain).out == call("generate", source.path, *plain).out
+    for options in ([], ["--data", data_folder]):
+        assert "was imported and has no data of its own" in words(call("eval", tmp_path / "run", *options).err)
     again = export(tmp_path / "run", tmp_path / "again", "safetensors")  # an imported one has no data
     assert (again.rows, load_weights(tmp_path / "again").config) == (257, back.config)
+
+
+KIND = '{"model_type": "qurve", "qurve": {"format": 1, "depth": 3}}'
 
 
 def stock_folder(folder: Path, **changes: Any) -> Path:
@@ -233,6 +240,8 @@ def stock_folder(folder: Path, **changes: Any) -> Path:
         ("empty", "config.json cannot be read"),
         ("text", "not JSON"),
         ("unmarked", "what model is it?"),
+        ("run", "is a run's folder already"),
+        ("kind", "model: unknown field 'qurve.depth'"),
         ("mistral", "holds a 'mistral' model; qurve, gpt2 and llama can be imported"),
         ("gelu_new", "its activation is 'gelu_new', an approximation of GELU"),
         ("half", "its parameters are not this model's"),
@@ -244,7 +253,9 @@ def test_what_cannot_be_imported_is_named(case: str, said: str, tmp_path: Path) 
     folder = tmp_path / "model"
     if case not in ("missing",):
         folder.mkdir()
-    contents = {"text": "{", "unmarked": "{}", "mistral": '{"model_type": "mistral"}'}
+    contents = {"text": "{", "unmarked": "{}", "run": "{}", "kind": KIND, "mistral": '{"model_type": "mistral"}'}
+    if case == "run":
+        (folder / "metrics.jsonl").touch()
     if case in contents:
         (folder / "config.json").write_text(contents[case])
     if case in ("gelu_new", "half", "no-weights", "torn"):
@@ -260,6 +271,7 @@ def test_what_cannot_be_imported_is_named(case: str, said: str, tmp_path: Path) 
     refused = call("import", folder, "--out", tmp_path / "run")
     assert refused.code == 2
     assert words(said) in words(refused.err)
+    assert ("not JSON" in refused.err) == (case == "text")
     assert {entry.name for entry in tmp_path.iterdir()} <= {"model"}
 
 
@@ -285,6 +297,8 @@ def test_data_that_has_moved_is_asked_for(run: RunFolder, tmp_path: Path, data_f
 def test_a_stock_model_of_somebody_else_is_a_run_without_a_tokenizer(tmp_path: Path) -> None:
     moved = import_folder(stock_folder(tmp_path / "model", activation_function="gelu"), tmp_path / "run")
     assert (moved.kind, moved.tokenizer, moved.rows) == ("GPT2LMHeadModel", None, 30)
+    with pytest.raises(BadInput, match="was imported without a tokenizer"):
+        run_tokenizer(tmp_path / "run")
     assert GPT.from_run(tmp_path / "run").config.bias
 
 
@@ -305,6 +319,27 @@ def test_somebody_elses_byte_level_tokenizer_comes_along(tmp_path: Path) -> None
     for text, ids in zip(TEXTS, own.encode_batch(TEXTS), strict=True):
         assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids.tolist()
         assert own.decode(ids.tolist()) == text
+
+
+def test_transformers_server_loads_what_is_its_own(
+    exported: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ours where it is put there, as the guide has it."""
+    import transformers
+    from transformers.cli.serving.model_manager import ModelManager
+
+    export(finished.path, tmp_path / "stock", "stock")
+    manager = ModelManager(device="cpu", trust_remote_code=True)
+    try:
+        model, tokenizer = manager.load_model_and_processor(str(tmp_path / "stock"))
+        assert (type(model).__name__, tokenizer("The")["input_ids"]) == ("GPT2LMHeadModel", list(b"The"))
+        with pytest.raises(AttributeError, match="QurveForCausalLM"):
+            manager.load_model_and_processor(str(exported))
+        monkeypatch.setattr(transformers, "QurveForCausalLM", QurveForCausalLM, raising=False)
+        model, _ = manager.load_model_and_processor(str(exported))
+        assert type(model) is QurveForCausalLM
+    finally:
+        manager.shutdown()
 
 
 # -------------------------------------------------------------------------------------------------------- a new process

@@ -69,6 +69,21 @@ def test_the_queries_change_and_nothing_else(name: str) -> None:
     assert_close(logits(model, inputs), expected, atol=2e-5, rtol=2e-5)
 
 
+def test_in_gpt2s_cross_attention_it_is_the_queries_too() -> None:
+    """There `c_attn` holds keys and values, and the queries have a weight of their own."""
+    by_hand, model = (tiny("gpt2", add_cross_attention=True) for _ in range(2))
+    inputs = batch("gpt2") | {"encoder_hidden_states": torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1))}
+    report = hf.retrofit(model, LINEAR, exact_start=False, layers=[0])
+    assert report.names == ("transformer.h.0.attn.c_attn", "transformer.h.0.crossattention.q_attn")
+    stir(model)
+    with torch.no_grad():
+        for path, part in parts(model).items():
+            FAMILIES["gpt2"].write(by_hand.get_submodule(path), 0.7 * part.w2 @ part.w1)
+    assert_close(logits(model, inputs), logits(by_hand, inputs), atol=2e-5, rtol=2e-5)
+    path = "transformer.h.*.crossattention.c_attn"
+    refused("come from q_attn, not from c_attn", tiny("gpt2", add_cross_attention=True), path=path)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "qwen3", "bert", "vit"])
 def test_restored_bit_for_bit(name: str) -> None:
     model, inputs = tiny(name), batch(name)
@@ -279,6 +294,7 @@ def test_layers_that_are_not_there() -> None:
     refused(r"layers = \[1, 7\]: \[7\] is not there; there are 0, 1", tiny("llama"), layers=[1, 7])
     refused("nothing is not there", tiny("llama"), layers=[])
     refused("'all', or numbers", tiny("llama"), layers="last")
+    refused("'all', or numbers", tiny("llama"), layers=1)
 
 
 def test_a_path_to_more_than_queries() -> None:

@@ -201,15 +201,17 @@ class _Wish:
 
 def make_plan(model: GPT, weights: Sequence[Weight], untie: bool = False) -> Plan:
     """What can become of these weights with the same logits; nothing is changed. See `absorb` for `untie`."""
-    plan = _plan(model, Topology(model), weights)
+    topology = Topology(model)
+    plan = _plan(topology, _wishes(model, topology, weights))
     if untie and any(o.kind == "tie" for v in plan.verdicts for o in v.obstacles):
-        untied = dataclasses.replace(_plan(model, Topology(model, unties=True), weights), unties=True)
+        topology = Topology(model, unties=True)
+        untied = dataclasses.replace(_plan(topology, _wishes(model, topology, weights)), unties=True)
         return untied if untied.saved > plan.saved else plan
     return plan
 
 
-def _plan(model: GPT, topology: Topology, weights: Sequence[Weight]) -> Plan:
-    of, wishes = topology.class_of, _wishes(model, topology, weights)
+def _plan(topology: Topology, wishes: Sequence[_Wish]) -> Plan:
+    of = topology.class_of
     freedom: dict[int, Freedom] = {at: topology.freedom(at) for at in set(of)}
     freedom |= {of[wish.state]: "none" for wish in wishes if wish.is_identity}
     served: dict[int, _Wish] = {}  # one of each class: what is the identity already, else the best conditioned
@@ -305,7 +307,7 @@ def forced(model: GPT, weights: Sequence[Weight], unties: bool = False) -> Plan:
         else:
             basis = dual(bases[0]) if state == topology.last and topology.tied and bases[0] else None
         bases.append(basis if topology.is_linear_at(state) else None)
-    exact = _plan(model, topology, weights).verdicts
+    exact = _plan(topology, wishes).verdicts
     verdicts = [
         dataclasses.replace(v, outcome="identity" if granted.get(wish.state) is wish else "kept", saved=0)
         for v, wish in zip(exact, wishes, strict=True)

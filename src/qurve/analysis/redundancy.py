@@ -12,7 +12,7 @@ Legend: B batch, T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,21 +64,31 @@ class Redundancy:
 
 
 def redundancy(
-    model: GPT, ids_BT: Tensor, weights: Sequence[Weight] = ("query",), untie: bool = False, **limits: Any
+    model: GPT,
+    ids_BT: Tensor,
+    weights: Sequence[Weight] = ("query",),
+    untie: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    **limits: Any,
 ) -> Redundancy:
     """What of `weights` is redundant in `model`, and what it would be if nothing stood in the way. See `absorb`.
 
-    Take a model in float64: in float32 its rounding would be told as a difference. `limits` as in `GPT.forward`.
+    Take a model in float64: in float32 its rounding would be told as a difference. `limits` as in `GPT.forward`;
+    `progress` is told in words what is begun.
     """
+    progress("condition numbers of the weights")
     plan = make_plan(model, weights, untie)
     exact, added, off, found = None, 0, None, list[Violation]()
     if plan.names("identity") or plan.names("triangular"):
+        progress("logits with all that can be absorbed")
         absorbed = carried_out(model, plan)
         exact, added = difference(model, absorbed.model, ids_BT, **limits), absorbed.added
     if plan.falls_short:
+        progress("logits with every one the identity")
         everything = forced(model, weights, plan.unties)
         if everything.names("identity"):
             off = difference(model, carried_out(model, everything).model, ids_BT, **limits)
+            progress("each norm, skip and tie")
             found = violations(model, everything, ids_BT, **limits)
     return Redundancy(plan, exact, added, off, tuple(found))
 

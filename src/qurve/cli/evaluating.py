@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
-from qurve.cli.shared import Device, Json, Precision, at_least, console_for, option, plain
+from qurve.cli.shared import Device, Json, Precision, at_least, console_for, given, option, plain
 from qurve.errors import BadInput
 
 if TYPE_CHECKING:
@@ -72,19 +72,25 @@ def evaluate(
     files = [task for task in tasks if task.lower().endswith(TASK_FILES)]
     named = [task for task in tasks if task not in files]
     console = console_for(as_json)
+    window: dict[str, Any] = given(context=context, stride=stride)
     if (model / "study.json").is_file():
-        if named or text or split or not files:
+        if named or text or split or window or not files:
             raise BadInput(f"{model} is a study: its runs are evaluated with --tasks FILE.jsonl…, and nothing else")
         return _study(model, _read(files, limit), data, batch, options, console, as_json)
     if named and importlib.util.find_spec("lm_eval") is None:
         raise BadInput(f"--tasks {named[0]} is no task file, and lm-eval's tasks need `pip install 'qurve[hf]'`")
-    is_run = (model / "metrics.jsonl").exists()
-    if split is not None and not is_run:
-        raise BadInput(f"--split {split}: {model} is no run's folder, and has no data of its own; give --text PATH…")
+    its_own = (model / "metrics.jsonl").exists()
+    if not its_own and (split is not None or not (tasks or text)):
+        from qurve.evaluate.model import is_run
+
+        is_run(model)  # which refuses what holds no model at all
+        if split is not None:
+            raise BadInput(f"--split {split}: {model} is no run's folder and has no data of its own; give --text PATH…")
+        raise BadInput("say what to evaluate it on: --tasks TASK…, --text PATH…, or both")
     if not (tasks or text or split):
-        if not is_run:
-            raise BadInput("say what to evaluate it on: --tasks TASK…, --text PATH…, or both")
         split = "val"
+    if window and not (text or split):
+        raise BadInput(f"--{next(iter(window))} is for a loss, and tasks have none: give --text PATH… or --split too")
     read = _read(files, limit)
     from qurve.data.sources import Sources
     from qurve.evaluate import evaluate_task, open_model, split_loss, text_loss
@@ -92,7 +98,7 @@ def evaluate(
 
     sources = Sources(text) if text else None
     opened = open_model(model, data=data, **options)
-    window: dict[str, Any] = {"context": context, "stride": stride, "batch_size": batch}
+    window["batch_size"] = batch
     losses: dict[str, Loss] = {}
     if split is not None:
         losses[split] = split_loss(opened, run_data(model, data), split, **window)
@@ -116,7 +122,7 @@ def evaluate(
         print(json.dumps(found, default=str))
         return 0
     if losses:
-        console.print(_losses(losses))
+        console.print(_losses(losses, text))
     if results:
         console.print(_tasks(results))
         for note in _task_notes(results, limit):
@@ -166,13 +172,21 @@ def _study(
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _losses(losses: dict[str, Loss]) -> Table:
+def _losses(losses: dict[str, Loss], text: Sequence[str]) -> Table:
     head = ("text", "loss", "bits per byte", "perplexity", "tokens", "context", "stride")
     rows = []
     for name, loss in losses.items():
+        if loss.documents is not None:  # the JSON has the whole paths
+            name = _named(text)
         measures = (f"{loss.loss:.4f}", f"{loss.bits_per_byte:.4f}", f"{loss.perplexity:.2f}")
         rows.append((name, *measures, *(f"{n:,}" for n in (loss.tokens, loss.context, loss.stride))))
     return _table(head, rows)
+
+
+def _named(paths: Sequence[str]) -> str:
+    """Files in a cell: the names alone, and of many the first."""
+    names = [path if path.startswith("hf:") else Path(path).name or path for path in paths]
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _tasks(results: Sequence[TaskResult]) -> Table:

@@ -80,14 +80,19 @@ def open_model(
     place = Path(folder)
     device = resolve_device(device)
     dtype = {"float32": torch.float32, "bf16": torch.bfloat16}[resolve_precision(precision, device.partition(":")[0])]
+    return _OurRun(place, data, device, dtype) if is_run(place) else _HuggingFace(place, device, dtype)
+
+
+def is_run(place: Path) -> bool:
+    """Whether a folder is a run's; else it is one of `transformers`. Raises `BadInput` for a folder that is neither."""
     if not place.is_dir():
         raise BadInput(
             f"{place} {'is a file' if place.exists() else 'does not exist'}; give a run's folder, or a model's"
         )
     if RunFolder(place).metrics_file.exists():
-        return _OurRun(place, data, device, dtype)
+        return True
     if model_type(place) is not None:
-        return _HuggingFace(place, device, dtype)
+        return False
     raise BadInput(
         f"{place} holds no model: it is neither a run's folder (metrics.jsonl) nor a Hugging Face model's (config.json "
         "with a model_type)"
@@ -156,12 +161,16 @@ class _HuggingFace(Evaluated):
         if model_type(folder) == "qurve":
             importlib.import_module("qurve.hf")  # which makes the model's class known to transformers
         try:
+            plain = {
+                "local_files_only": True,
+                "trust_remote_code": False,
+            }  # unsaid, it would ask
             model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, dtype=dtype, output_loading_info=True
+                folder, dtype=dtype, output_loading_info=True, **plain
             )
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **plain)
         except Exception as error:  # a file that is missing, a class that is unknown: no common base
-            why = (str(error).strip().splitlines() or [""])[0]
+            why = " ".join(str(error).split())[:200]
             raise BadInput(f"{folder} cannot be loaded by transformers ({type(error).__name__}: {why})") from error
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys := sorted(map(str, loaded.get(what, ()))):
@@ -176,6 +185,8 @@ class _HuggingFace(Evaluated):
         context = getattr(config, "max_position_embeddings", None)
         if not isinstance(context, int):
             raise BadInput(f"{folder}: its config.json does not say its context (max_position_embeddings)")
+        if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # which transformers makes up where there is none
+            raise BadInput(f"{folder} holds no tokenizer, or one that makes nothing of text")
         end = next((i for i in (tokenizer.eos_token_id, tokenizer.bos_token_id) if i is not None), None)
         if end is None:
             raise BadInput(

@@ -55,20 +55,26 @@ def _overlap(text: str, stop: str) -> int:
 def run_data(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> TokenData:
     """The data that a run was trained on: in `data`, or in the folder that the run names.
 
-    Raises `BadInput` when it is not there any more, or is other data.
+    Raises `BadInput` when it is not there any more, or is other data, and for an imported model.
     """
     run = RunFolder(folder)
     stated = run.config_json()[0].get("data") or {}
     named = Path(stated.get("path") or run.path / "data")
     place = Path(data) if data else next((p for p in (named, run.path / "data") if p.is_dir()), None)
-    if place is None:
+    opened = None if place is None else TokenData.open(place)
+    if opened is not None and opened.fingerprint == stated.get("fingerprint"):
+        return opened
+    if _is_imported(run):
+        raise BadInput(f"{run.path} was imported and has no data of its own; `qurve eval --text PATH…` takes any text")
+    if opened is None:
         raise BadInput(
             f"{run.path} was trained on {named}, which is not there; name the folder of that data (--data DIR)"
         )
-    opened = TokenData.open(place)
-    if opened.fingerprint != stated.get("fingerprint"):
-        raise BadInput(f"{place} is not the data that {run.path} was trained on; name that folder (--data DIR)")
-    return opened
+    raise BadInput(f"{place} is not the data that {run.path} was trained on; name that folder (--data DIR)")
+
+
+def _is_imported(run: RunFolder) -> bool:
+    return run.environment_file.exists() and "imported" in run.environment()
 
 
 def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] | None = None) -> Tokenizer:
@@ -76,8 +82,11 @@ def run_tokenizer(folder: str | os.PathLike[str], data: str | os.PathLike[str] |
 
     An imported model has no data; its tokenizer is in the run's own folder `tokenizer`.
     """
-    if data is None and (own := RunFolder(folder).path / "tokenizer").is_dir():
+    run = RunFolder(folder)
+    if data is None and (own := run.path / "tokenizer").is_dir():
         return load(own)
+    if data is None and _is_imported(run):
+        raise BadInput(f"{run.path} was imported without a tokenizer, and can take no text; give prompts as ids")
     opened = run_data(folder, data)
     if opened.tokenizer == "unknown":
         raise BadInput(

@@ -244,8 +244,11 @@ def _read(source: Path) -> tuple[GPT, str, Asked]:
 def _config_of(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; name one that holds a {CONFIG}")
+    text = _text(folder / CONFIG)
+    if RunFolder(folder).metrics_file.exists():
+        raise BadInput(f"{folder} is a run's folder already, which every command reads as it is")
     try:
-        tree = json.loads(_text(folder / CONFIG))
+        tree = json.loads(text)
     except ValueError as error:
         raise BadInput(f"{folder / CONFIG}: not JSON ({error})") from None
     if not isinstance(tree, dict) or ("model_type" not in tree and tree.get("format") != FORMAT):
@@ -268,8 +271,9 @@ def _read_theirs(folder: Path) -> PreTrainedModel:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
-    except BadInput:
-        raise
+    except BadInput as error:
+        told = str(error)
+        raise BadInput(told if told.startswith(str(folder)) else f"{folder}: {told}") from None
     except Exception as error:
         told = " ".join(str(error).split())[:200]
         raise BadInput(f"{folder} holds no whole model ({type(error).__name__}: {told})") from error

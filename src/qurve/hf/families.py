@@ -6,7 +6,7 @@ No `transformers` here: a family is known by the name of its attention's class.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -49,6 +49,9 @@ FAMILIES: dict[str, Place] = {
 """By the name of the attention's class, exactly: another class may keep other things under the same name. Yours may be
 added: `qurve.hf.FAMILIES["MyAttention"] = qurve.hf.Place("wqkv", "queries first")`."""
 
+CROSSING = {"GPT2Attention": Place("q_attn")}
+"""Where it is another layer in cross-attention (`is_cross_attention`): there GPT-2's `c_attn` holds keys and values."""
+
 
 class Layout(NamedTuple):
     """Which outputs of a layer are queries: the first `width` of each of `groups` parts of `size` entries."""
@@ -86,7 +89,7 @@ def find(model: nn.Module, layers: Literal["all"] | Sequence[int] = "all", path:
         places = [
             (f"{name}.{place.path}".lstrip("."), place)
             for name, module in model.named_modules()
-            if (place := FAMILIES.get(type(module).__name__)) is not None
+            if (place := _place(module)) is not None
         ]
     else:
         pattern = re.compile(re.escape(path).replace(r"\*", r"[^.]+"))
@@ -95,6 +98,12 @@ def find(model: nn.Module, layers: Literal["all"] | Sequence[int] = "all", path:
         raise BadInput(_nothing(model, path))
     chosen = _chosen([name for name, _ in places], layers)
     return [_site(model, name, place) for name, place in places if name in chosen]
+
+
+def _place(attention: nn.Module) -> Place | None:
+    """Where a module keeps its query weight, if it is a known attention."""
+    name = type(attention).__name__
+    return (CROSSING if getattr(attention, "is_cross_attention", False) else {}).get(name) or FAMILIES.get(name)
 
 
 def site(model: nn.Module, name: str) -> Site:
@@ -108,7 +117,7 @@ def _site(model: nn.Module, name: str, place: Place | None) -> Site:
         attention, layer = model.get_submodule(parent_name), model.get_submodule(name)
     except AttributeError:
         raise BadInput(f"{type(model).__name__} has no layer {name}") from None
-    known = FAMILIES.get(type(attention).__name__)
+    known = _place(attention)
     if place is None and known is not None:
         if known.path != own:
             raise BadInput(f"the queries of {type(attention).__name__} come from {known.path}, not from {own} ({name})")
@@ -165,7 +174,11 @@ def _number(name: str) -> int | None:
 def _chosen(names: list[str], layers: Any) -> set[str]:
     if layers == "all":
         return set(names)
-    if isinstance(layers, str) or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):
+    if (
+        isinstance(layers, str)
+        or not isinstance(layers, Iterable)
+        or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers)
+    ):
         raise BadInput(f"layers = {layers!r}: 'all', or numbers of layers such as [0, 1]")
     there = {name: _number(name) for name in names}
     missing = sorted(set(layers) - {n for n in there.values() if n is not None})

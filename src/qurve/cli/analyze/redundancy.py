@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from qurve.cli.analyze.shared import (
@@ -72,7 +73,8 @@ def redundancy(
     check_out(out)
     model, ids_BT = _model_and_text(run, data)
     chosen = tuple(dict.fromkeys(weights)) or ("query",)
-    found = measure(model, ids_BT, chosen, untie, **_limits(model.config, ids_BT))
+    with Console(stderr=True).status("") as shown:  # on a terminal, nothing in a log
+        found = measure(model, ids_BT, chosen, untie, shown.update, **_limits(model.config, ids_BT))
     before = sum(p.numel() for p in model.parameters())
     tree = _tree(run, found, before, ids_BT)
     console = console_for(as_json)

@@ -85,13 +85,13 @@ def embedded_windows(folder: Path, config: ModelConfig, longest: int, count: int
     from qurve.data.sources import Sources
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         texts = list(itertools.islice(Sources([embedded_corpus()]).documents(), count))
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     except BadInput:
         raise
     except Exception as error:  # a file that is missing or torn, a class that is unknown: no common base
-        why = (str(error).strip().splitlines() or [""])[0]
+        why = " ".join(str(error).split())[:200]
         raise BadInput(
             f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {why}), and logits are compared on text"
         ) from error
