@@ -49,6 +49,19 @@ def test_tasks_and_text_together(undisturbed: RunFolder, quiz: Path, tmp_path: P
     assert (refused.code, "--stride is for a loss, and tasks have none" in words(refused.err)) == (2, True)
 
 
+def test_a_terminal_sees_how_far_it_is_and_a_log_does_not(
+    undisturbed: RunFolder, quiz: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("eval", undisturbed.path, "--split", "test", "--tasks", quiz, "--json")
+    assert call(*command).err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    found = call(*command)
+    assert found.json["losses"]["test"]["tokens"] > 0  # standard output is the document alone
+    shown = words(found.err)
+    assert "test: tokens" in shown
+    assert "quiz: choices" in shown
+
+
 def test_a_model_without_data_is_asked_for_text(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for options, said in (([], "say what to evaluate it on: --tasks TASK…"), (["--split", "val"], "give --text PATH…")):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
-from qurve.cli.shared import Device, Json, Precision, at_least, console_for, given, option, plain
+from qurve.cli.shared import Device, Json, Precision, at_least, console_for, given, option, plain, progress_bar
 from qurve.errors import BadInput
 
 if TYPE_CHECKING:
@@ -101,10 +101,16 @@ def evaluate(
     window["batch_size"] = batch
     losses: dict[str, Loss] = {}
     if split is not None:
-        losses[split] = split_loss(opened, run_data(model, data), split, **window)
+        its_data = run_data(model, data)
+        with progress_bar(f"{split}: tokens", len(its_data.split(split))) as done:
+            losses[split] = split_loss(opened, its_data, split, progress=done, **window)
     if sources is not None:
-        losses[", ".join(text)] = text_loss(opened, sources.documents(), **window)
-    results = [evaluate_task(opened, task, batch_size=batch) for task in read]
+        with progress_bar("text: tokens", None) as done:
+            losses[", ".join(text)] = text_loss(opened, sources.documents(), progress=done, **window)
+    results = []
+    for task in read:
+        with progress_bar(f"{task.name}: choices", sum(len(item.choices) for item in task.items)) as done:
+            results.append(evaluate_task(opened, task, batch_size=batch, progress=done))
     harness: dict[str, dict[str, Any]] = {}
     if named:
         from qurve.evaluate.harness import run_harness

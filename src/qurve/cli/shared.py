@@ -81,3 +81,15 @@ def console_for(as_json: bool) -> Console:
 def plain(console: Console) -> Callable[[str], None]:
     """Say a text as it is: a path is no markup, and no line is broken."""
     return lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal's standard error, nothing in a log; what it yields is told how many are done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    shown = Console(stderr=True)
+    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

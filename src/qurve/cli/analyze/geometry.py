@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -17,7 +16,7 @@ from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from qurve.cli.analyze.shared import as_text, check_out, finite, leave, name_of, show, untrained
-from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain
+from qurve.cli.shared import Device, Json, at_least, console_for, given, option, plain, progress_bar
 from qurve.errors import BadInput
 from qurve.runfolder import RunFolder
 
@@ -186,16 +185,15 @@ def _measured(model: GPT, step: int, text: _Text, what: str) -> Checkpoint:
 
     config, place = model.config, model.token_embedding.weight.device
     few = text.first[: max(1, CURVATURE_TOKENS // config.context)].to(place)
-    with _progress(what, len(text.parts) + 1) as advanced:
+    with progress_bar(what, len(text.parts) + 1) as done:
 
         def told() -> Iterator[torch.Tensor]:
-            for ids_BT in text:
+            for count, ids_BT in enumerate(text, 1):
                 yield ids_BT.to(place)
-                advanced()
+                done(count)
 
         hulls = measure_hulls(model, told())
         curvatures = measure_curvature(model, [few])
-        advanced()
     return Checkpoint(step, text.tokens, hulls, curvatures, [])
 
 
@@ -250,18 +248,6 @@ def _text(run: RunFolder, tokens: int, data: Path | None) -> _Text:
     split = run_data(run.path, data).split("val")
     starts = fixed_eval_windows(len(split), context=context, count=math.ceil(tokens / context))
     return _Text(split, context, np.array_split(starts, math.ceil(len(starts) * context / PASS_TOKENS)))
-
-
-@contextlib.contextmanager
-def _progress(what: str, parts: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, nothing in a log."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    shown = Console(stderr=True)
-    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
-        task = bar.add_task(what, total=parts)
-        yield lambda: bar.advance(task)
 
 
 def _numbers(found: Any, *without: str) -> dict[str, Any]:
