@@ -47,6 +47,12 @@ def test_tasks_and_text_together(undisturbed: RunFolder, quiz: Path, tmp_path: P
     assert "bits per byte" not in shown
 
 
+def test_a_window_belongs_to_a_loss(undisturbed: RunFolder, quiz: Path) -> None:
+    for option in ("--stride", "--context"):
+        refused = call("eval", undisturbed.path, "--tasks", quiz, option, 0)
+        assert (refused.code, "--context and --stride are of the loss" in words(refused.err)) == (2, True)
+
+
 def test_a_study_gets_a_report(undisturbed: RunFolder, quiz: Path, tmp_path: Path) -> None:
     study = write_study_around(undisturbed, tmp_path / "study", (BASELINE, NONLINEAR), seeds=(1,))
     refused = call("eval", study, "--tasks", "arc_easy")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,43 @@ def test_folders_that_hold_no_whole_causal_model_are_refused(
     (half / "model.safetensors").unlink()
     with pytest.raises(BadInput, match=r"half cannot be loaded by transformers"):
         open_model(half)
+
+
+def altered(source: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a model's folder whose model has another configuration, and random weights."""
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(source, folder)
+    config = transformers.AutoConfig.from_pretrained(source, **changes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_that_sees_the_tokens_to_come_is_refused(hugging_face: dict[str, Path], tmp_path: Path):
+    """Its likelihoods would be plausible, and of tokens that it was shown."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=264, initializer_range=0.5, **sizes)
+    shutil.copytree(hugging_face["gpt2"], tmp_path / "bert")
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    from qurve.hf import QurveConfig, QurveForCausalLM
+    from qurve.model.config import ModelConfig
+
+    for attends in ("bidirectional", "prefix"):
+        own = ModelConfig(1, 32, 2, d_ff=48, context=24, vocab_size=264, attends=attends)  # type: ignore[arg-type]
+        shutil.copytree(hugging_face["gpt2"], tmp_path / attends)
+        QurveForCausalLM(QurveConfig(qurve=own)).save_pretrained(tmp_path / attends)
+        with pytest.raises(BadInput, match=f"the model attends {attends}; likelihoods of text take a causal one"):
+            open_model(tmp_path / attends, device="cpu")
+    with pytest.raises(BadInput, match="the model attends to tokens that are still to come"):
+        open_model(tmp_path / "bert", device="cpu")
+
+
+def test_a_tokenizer_of_another_model_is_refused(hugging_face: dict[str, Path], tmp_path: Path):
+    with pytest.raises(BadInput, match="gives the id 256, and its model knows ids below 200; they do not belong"):
+        open_model(altered(hugging_face["gpt2"], tmp_path / "small", vocab_size=200), device="cpu")
+    model = open_model(altered(hugging_face["gpt2"], tmp_path / "less", vocab_size=257), device="cpu")
+    with pytest.raises(BadInput, match="gives the id 257"):
+        model.encode(["a", "a <s>"])
 
 
 def test_the_likeliest_continuation_ends_at_a_stop_text(ours: Evaluated, hugging_face: dict[str, Path]):

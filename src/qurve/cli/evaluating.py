@@ -71,9 +71,10 @@ def evaluate(
     options: dict[str, Any] = {"device": device or "auto", "precision": precision or "float32"}
     files = [task for task in tasks if task.lower().endswith(TASK_FILES)]
     named = [task for task in tasks if task not in files]
+    is_windowed = (context, stride) != (None, None)
     console = console_for(as_json)
     if (model / "study.json").is_file():
-        if named or text or split or not files:
+        if named or text or split or is_windowed or not files:
             raise BadInput(f"{model} is a study: its runs are evaluated with --tasks FILE.jsonl…, and nothing else")
         return _study(model, _read(files, limit), data, batch, options, console, as_json)
     if named and importlib.util.find_spec("lm_eval") is None:
@@ -85,6 +86,8 @@ def evaluate(
         if not is_run:
             raise BadInput("say what to evaluate it on: --tasks TASK…, --text PATH…, or both")
         split = "val"
+    if is_windowed and not (text or split):
+        raise BadInput("--context and --stride are of the loss: give --text PATH… or --split SPLIT with them")
     read = _read(files, limit)
     from qurve.data.sources import Sources
     from qurve.evaluate import evaluate_task, open_model, split_loss, text_loss
