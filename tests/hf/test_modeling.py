@@ -239,6 +239,25 @@ def test_gradient_checkpointing_keeps_the_gradients() -> None:
     assert not any("forward" in vars(block) for block in hub.gpt.blocks)
 
 
+def test_checkpointing_has_no_place_for_a_filled_cache() -> None:
+    """It is not made, and one that holds tokens already would be dropped, and its tokens not seen."""
+    hub, ids_BT = hub_of(MIXERS["softmax"]), tokens(9, 31)
+    with torch.no_grad():
+        cache = hub(ids_BT).cache
+    hub.train().activation_checkpointing_enable()
+    assert hub(ids_BT, use_cache=True, cache=DynamicCache()).cache is None
+    with pytest.raises(BadInput, match="a cache with tokens in it"):
+        hub(ids_BT, cache=cache)
+
+
+@torch.no_grad()
+def test_logits_of_some_tokens_alone() -> None:
+    hub, ids_BT = hub_of(MIXERS["softmax"]), tokens(9, 31)
+    whole = hub(ids_BT).logits
+    assert_same(hub(ids_BT, logits_to_keep=2).logits, whole[:, -2:])
+    assert_same(hub(ids_BT, logits_to_keep=torch.tensor([1, 4])).logits, whole[:, [1, 4]])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch's own, of its compiler
 def test_flex_attention_is_the_same() -> None:
@@ -274,7 +293,9 @@ def test_padding_at_the_right_is_not_seen() -> None:
     [
         ({"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])}, "padding between real tokens"),
         ({"attention_mask": torch.ones(2, 3)}, r"shape \[2, 3\]"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4).tril(), "use_cache": False}, "0 where a token is seen"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "not those that this model counts"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 4]])}, "not those that this model counts"),
         ({"inputs_embeds": torch.ones(2, 4, 24)}, "no inputs_embeds"),
         ({"output_attentions": True}, "does not hand them out"),
     ],
@@ -313,6 +334,9 @@ def test_auto_classes_know_it_and_half_a_checkpoint_is_refused(tmp_path: Any) ->
     half = {name: p for name, p in hub.state_dict().items() if "blocks.1." not in name}
     hub.save_pretrained(tmp_path, state_dict=half)
     with pytest.raises(BadInput, match=r"missing: gpt\.blocks\.1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    hub.save_pretrained(tmp_path, state_dict={**hub.state_dict(), "gpt.more": torch.zeros(1)})
+    with pytest.raises(BadInput, match=r"unexpected: gpt\.more"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_config(hub.config).config.model == hub.config.model
     narrow = AutoModelForCausalLM.from_config(copy.deepcopy(hub.config)).bfloat16()
