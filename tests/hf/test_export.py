@@ -19,17 +19,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from commands import ROOT, call, words
 from qurve.data.loader import TokenData
 from qurve.data.tokenizers import END_OF_TEXT, Tokenizer, ready_made, train_bpe
-from qurve.errors import BadInput
+from qurve.errors import BadInput, QurveError
 from qurve.generate import Sampling, generate, run_tokenizer
+from qurve.hf import export as export_module
 from qurve.hf.export import export, hub_tokenizer, import_folder, load_weights
 from qurve.hf.modeling import STUB_TEXT
 from qurve.hf.stock import from_stock, to_stock
-from qurve.model.config import ModelConfig
+from qurve.model.config import LayerOverride, ModelConfig
 from qurve.model.feed_forward import Dense, Gated
 from qurve.model.gpt import GPT
 from qurve.model.positions import Rope
+from qurve.model.residual import Skip
 from qurve.projections import Bottleneck, Identity, Linear, Residual
 from qurve.runfolder import RunFolder
+from qurve.zoo.linear_attention import LinearAttention
 from tiny import tiny
 
 TEXTS = ["The people of the U.S. aren't  here:\n\n 1,234 naïve 東京 🙂", "a <|endoftext|> in a text", "", " "]
@@ -139,8 +142,8 @@ SAME = {
     "scaled-untied-bias": ModelConfig(**GPT2, attention_scale=0.9, tie_embeddings=False, bias=True),
     "identity": ModelConfig(**GPT2, query=Identity(), attention_scale=0.1),
     "residual-relu2": ModelConfig(**GPT2, query=Residual(), key=Residual(0.7), bias=True, mlp=Dense("relu2")),
-    "shared": ModelConfig(**GPT2, share_blocks=True),
-    "llama": ModelConfig(**LLAMA),
+    "shared": ModelConfig(**GPT2, share_blocks=True, norm_eps=0.1),
+    "llama": ModelConfig(**{**LLAMA, "mlp": Gated("gelu")}, norm_eps=0.1),
     "llama-bias": ModelConfig(**LLAMA, bias=True, tie_embeddings=False, attention_scale=0.2),
     "llama-identity": ModelConfig(**LLAMA, query=Identity()),
     "llama-wide": ModelConfig(**{**LLAMA, "d_head": 10, "positions": Rope(scaling="linear", factor=4)}),
@@ -181,6 +184,11 @@ def test_a_stock_class_computes_the_same_and_comes_back(name: str) -> None:
         (ModelConfig(**GPT2, qk_norm=True), "normalises queries and keys"),
         (ModelConfig(**GPT2, window=4, logit_softcap=3.0), "within a window; it caps logits"),
         (ModelConfig(**GPT2, attends="bidirectional"), "attends bidirectional"),
+        (ModelConfig(**GPT2, attention_softcap=3.0), "it caps logits"),
+        (ModelConfig(**GPT2, mixer=LinearAttention()), "its mixer is 'linear_attention'"),
+        (ModelConfig(**GPT2, overrides=(LayerOverride((1,), query=Identity()),)), "its blocks are not all alike"),
+        (ModelConfig(**GPT2, residual=Skip("post")), "the places of its norms are others"),
+        (ModelConfig(**GPT2, n_kv_heads=1), "and heads as in GPT-2"),
         (ModelConfig(**GPT2, norm="rmsnorm"), "with learned positions it needs layer norms"),
         (ModelConfig(**{**LLAMA, "mlp": Dense()}), "with rotary positions it needs RMS norms"),
     ],
@@ -188,6 +196,26 @@ def test_a_stock_class_computes_the_same_and_comes_back(name: str) -> None:
 def test_what_no_stock_class_is_is_refused(config: ModelConfig, said: str) -> None:
     with pytest.raises(BadInput, match=said):
         to_stock(GPT(config))
+
+
+@pytest.mark.parametrize("to", ["hf", "stock"])
+@pytest.mark.parametrize("wrong", [1e-3, float("nan")])
+def test_what_computes_something_else_is_not_handed_over(
+    to: Any, wrong: float, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever went wrong on the way: what was written is read back and asked."""
+    name = {"hf": "as_hub_model", "stock": "to_stock"}[to]
+    convert = getattr(export_module, name)
+
+    def badly(model: GPT, **tokens: Any) -> Any:
+        theirs = convert(model, **tokens)
+        next(p for key, p in theirs.named_parameters() if "norm" in key or "ln_f" in key).data += wrong
+        return theirs
+
+    monkeypatch.setattr(export_module, name, badly)
+    with pytest.raises(QurveError, match="does not compute what was read: logits differ by"):
+        export(finished.path, tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_nonlinear_run_is_no_stock_model(run: RunFolder, tmp_path: Path) -> None:
@@ -230,7 +258,7 @@ def stock_folder(folder: Path, **changes: Any) -> Path:
     ("case", "said"),
     [
         ("missing", "is not a folder"),
-        ("empty", "config.json cannot be read"),
+        ("empty", "error: {folder}/config.json cannot be read"),
         ("text", "not JSON"),
         ("unmarked", "what model is it?"),
         ("mistral", "holds a 'mistral' model; qurve, gpt2 and llama can be imported"),
@@ -259,7 +287,7 @@ def test_what_cannot_be_imported_is_named(case: str, said: str, tmp_path: Path) 
         weights.write_bytes(weights.read_bytes()[:900])
     refused = call("import", folder, "--out", tmp_path / "run")
     assert refused.code == 2
-    assert words(said) in words(refused.err)
+    assert words(said.replace("{folder}", str(folder))) in words(refused.err)
     assert {entry.name for entry in tmp_path.iterdir()} <= {"model"}
 
 
@@ -269,7 +297,16 @@ def test_a_folder_in_use_is_refused(run: RunFolder, exported: Path, tmp_path: Pa
         refused = call(*arguments, "--out", tmp_path)
         assert refused.code == 2
         assert "give another --out" in words(refused.err)
+    refused = call("import", exported, "--out", tmp_path / "notes.txt" / "run")
+    assert (refused.code, "notes.txt/run cannot be made (Not a directory)" in words(refused.err)) == (2, True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_into_the_empty_folder_where_one_is(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert call("import", exported, "--out", ".").code == 0
+    assert (tmp_path / "here" / "config.json").is_file()
 
 
 def test_data_that_has_moved_is_asked_for(run: RunFolder, tmp_path: Path, data_folder: Path) -> None:

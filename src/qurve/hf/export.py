@@ -217,9 +217,12 @@ def _new_folder(out: Path) -> Iterator[Path]:
     part = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.part")
     made = [folder for folder in part.parents if not folder.exists()]
     try:
-        part.mkdir(parents=True)
+        try:
+            part.mkdir(parents=True)
+        except OSError as error:
+            raise BadInput(f"{out} cannot be made ({error.strerror}); give another --out") from None
         yield part
-        os.replace(part, out)
+        os.replace(part, out.absolute())
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for folder in made:
@@ -244,8 +247,9 @@ def _read(source: Path) -> tuple[GPT, str, Asked]:
 def _config_of(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; name one that holds a {CONFIG}")
+    text = _text(folder / CONFIG)
     try:
-        tree = json.loads(_text(folder / CONFIG))
+        tree = json.loads(text)
     except ValueError as error:
         raise BadInput(f"{folder / CONFIG}: not JSON ({error})") from None
     if not isinstance(tree, dict) or ("model_type" not in tree and tree.get("format") != FORMAT):
