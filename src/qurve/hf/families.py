@@ -6,7 +6,7 @@ No `transformers` here: a family is known by the name of its attention's class.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -86,7 +86,7 @@ def find(model: nn.Module, layers: Literal["all"] | Sequence[int] = "all", path:
         places = [
             (f"{name}.{place.path}".lstrip("."), place)
             for name, module in model.named_modules()
-            if (place := FAMILIES.get(type(module).__name__)) is not None
+            if (place := _place(module)) is not None
         ]
     else:
         pattern = re.compile(re.escape(path).replace(r"\*", r"[^.]+"))
@@ -94,7 +94,14 @@ def find(model: nn.Module, layers: Literal["all"] | Sequence[int] = "all", path:
     if not places:
         raise BadInput(_nothing(model, path))
     chosen = _chosen([name for name, _ in places], layers)
-    return [_site(model, name, place) for name, place in places if name in chosen]
+    return [_site(model, within(model, name), place) for name, place in places if name in chosen]
+
+
+def _place(attention: nn.Module) -> Place | None:
+    """Where this one keeps its query weight. GPT-2's cross attention is of the same class as the other and holds keys
+    and values where that one holds all three; its queries are on their own."""
+    known = FAMILIES.get(type(attention).__name__)
+    return Place("q_attn") if known is not None and hasattr(attention, "q_attn") else known
 
 
 def site(model: nn.Module, name: str) -> Site:
@@ -103,18 +110,39 @@ def site(model: nn.Module, name: str) -> Site:
 
 
 def _site(model: nn.Module, name: str, place: Place | None) -> Site:
-    parent_name, _, own = name.rpartition(".")
+    parent_name, _, own = bare(name).rpartition(".")
     try:
         attention, layer = model.get_submodule(parent_name), model.get_submodule(name)
     except AttributeError:
         raise BadInput(f"{type(model).__name__} has no layer {name}") from None
-    known = FAMILIES.get(type(attention).__name__)
+    known = _place(attention)
     if place is None and known is not None:
         if known.path != own:
             raise BadInput(f"the queries of {type(attention).__name__} come from {known.path}, not from {own} ({name})")
         place = known
     d_in, d_out = _widths(name, layer)
     return Site(name, layer, d_in, _layout(name, attention, (place or Place(own)).holds, d_in, d_out))
+
+
+def bare(name: str) -> str:
+    """A layer's name without PEFT's wrappers around it."""
+    while name.endswith(_WRAPPED):
+        name = name.removesuffix(_WRAPPED)
+    return name
+
+
+def within(model: nn.Module, name: str) -> str:
+    """The name of the layer itself, where PEFT has wrapped the one called `name`: wrappers go when they are merged."""
+    try:
+        layer: Any = model.get_submodule(name)
+    except AttributeError:
+        return name
+    while isinstance(layer := getattr(layer, "base_layer", None), nn.Module):
+        name += _WRAPPED
+    return name
+
+
+_WRAPPED = ".base_layer"
 
 
 def _widths(name: str, layer: nn.Module) -> tuple[int, int]:
@@ -165,7 +193,8 @@ def _number(name: str) -> int | None:
 def _chosen(names: list[str], layers: Any) -> set[str]:
     if layers == "all":
         return set(names)
-    if isinstance(layers, str) or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):
+    is_list = isinstance(layers, Collection) and not isinstance(layers, str)
+    if not is_list or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):
         raise BadInput(f"layers = {layers!r}: 'all', or numbers of layers such as [0, 1]")
     there = {name: _number(name) for name in names}
     missing = sorted(set(layers) - {n for n in there.values() if n is not None})
