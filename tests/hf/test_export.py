@@ -82,6 +82,7 @@ def test_a_run_is_the_same_model_there(run: RunFolder, exported: Path) -> None:
     assert theirs_greedy(theirs) == greedy(native, tokenizer)
     hub = AutoTokenizer.from_pretrained(exported)
     assert (len(hub), hub.eos_token_id, hub.pad_token_id, hub.padding_side) == (257, 256, 256, "left")
+    assert hub.model_max_length == 64
     assert theirs.generation_config.eos_token_id == theirs.generation_config.pad_token_id == 256
     text = theirs.generate(**hub(["The people", "Of"], return_tensors="pt", padding=True), max_new_tokens=3)
     assert len(hub.batch_decode(text)) == 2
@@ -117,6 +118,11 @@ def test_a_masked_models_mask_goes_along(data: TokenData, tmp_path: Path) -> Non
     with torch.no_grad():
         expected = GPT.from_run(made.path)(torch.tensor([[5, 319, 9]]))
         assert_close(theirs(ids_BT).logits[..., :257], expected[..., :257], atol=1e-5, rtol=0)
+    import_folder(tmp_path / "hf", tmp_path / "back")
+    stated = [
+        RunFolder(place).config_json()[0]["train"]["objective"]["kind"] for place in (made.path, tmp_path / "back")
+    ]
+    assert stated == ["mlm", "mlm"]
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers
@@ -175,6 +181,40 @@ def test_a_stock_class_computes_the_same_and_comes_back(name: str) -> None:
         allowed = {"atol": 1e-5 * max(1.0, expected.abs().max().item()), "rtol": 0}
         assert_close(stock(ids_BT).logits, expected, **allowed)
         assert_close(back(ids_BT), expected, **allowed)
+
+
+def test_dropout_goes_along() -> None:
+    stock = to_stock(GPT(ModelConfig(**GPT2, dropout=0.3)))
+    assert {stock.config.attn_pdrop, stock.config.embd_pdrop, stock.config.resid_pdrop} == {0.3}
+    assert from_stock(stock).config.dropout == 0.3
+
+
+def test_what_their_configurations_can_say_is_understood_or_refused() -> None:
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 24,
+        "n_head": 3,
+        "n_positions": 32,
+        "vocab_size": 31,
+        "activation_function": "gelu",
+    }
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    theirs, ids_BT = (
+        GPT2LMHeadModel(GPT2Config(**sizes, **ends, scale_attn_weights=False)),
+        torch.arange(30).view(2, 15),
+    )
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    with torch.no_grad():
+        assert_close(from_stock(theirs)(ids_BT), theirs.eval()(ids_BT).logits, atol=1e-4, rtol=0)
+    by_layer = GPT2LMHeadModel(GPT2Config(**sizes, **ends, scale_attn_by_inverse_layer_idx=True))
+    with pytest.raises(BadInput, match="has scale_attn_by_inverse_layer_idx, which ours does not know"):
+        from_stock(by_layer)
+    turned = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    llama = to_stock(GPT(SAME["llama"]))
+    llama.config.rope_parameters = turned
+    with pytest.raises(BadInput, match="its rotations are of the kind 'yarn'"):
+        from_stock(llama)
 
 
 @pytest.mark.parametrize(
