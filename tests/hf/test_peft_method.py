@@ -94,7 +94,7 @@ def test_adapters_add_up_and_have_the_fields_of_their_configuration() -> None:
     first, second = (layer.nonlinear_query_parts[name] for name in ("default", "second"))
     for name, value in fields.items():
         assert getattr(first.config, name) == value, name
-    assert second.config.start == "usual"
+    assert (first.exact, bool(first.post_gain.all())) == (False, True)
     assert not any(p.requires_grad for p in second.parameters())
     model.base_model.set_adapter(["default", "second"])
     x_BTD = torch.randn(2, 5, D)

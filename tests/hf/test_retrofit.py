@@ -468,11 +468,16 @@ def test_folding_changes_the_numbers_by_rounding_alone(config: Bottleneck, capsy
     assert re.search(r"scale=1\.0", str(model.qurve_retrofit))
 
 
-def test_folding_leaves_the_scale_of_an_identity_anchor() -> None:
+@pytest.mark.parametrize(
+    ("anchor", "stage", "scale"),
+    [("identity", "coupled", 0.5), ("identity", "separate", 0.5), ("none", "coupled", 1.0), ("none", "separate", 0.5)],
+)
+def test_folding_leaves_what_other_anchors_need(anchor: Any, stage: Any, scale: float) -> None:
+    """The scale of an identity, the gain of a norm that the anchor goes through too, a scale before a norm."""
     model, inputs = tiny("bert"), batch("bert")
-    hf.retrofit(model, anchor="identity", exact_start=False)
+    hf.retrofit(model, Bottleneck(norm_stage=stage), anchor=anchor, exact_start=False)
     stir(model)
     before = logits(model, inputs)
     hf.fold(model)
     assert_close(logits(model, inputs), before, atol=1e-4, rtol=1e-4)
-    assert model.qurve_retrofit.config.scale == 0.5
+    assert model.qurve_retrofit.config.scale == scale

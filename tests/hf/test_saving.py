@@ -169,6 +169,9 @@ def test_another_base_is_refused(saved: tuple[Path, torch.Tensor]) -> None:
     with torch.no_grad():
         other.model.layers[1].self_attn.q_proj.weight.normal_()
     refused("another base model: the weight of model.layers.1", folder, other)
+    with torch.no_grad():
+        (turned := tiny("llama")).model.layers[1].self_attn.q_proj.weight.neg_()  # of the same size
+    refused("another base model: the weight of model.layers.1", folder, turned)
     refused("has no layer", folder, tiny("gpt2"))
     refused("retrofitted already", folder, stirred())
     half = hf.load(folder, tiny("llama").to(torch.bfloat16))  # the same base in another dtype
