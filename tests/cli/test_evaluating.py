@@ -45,8 +45,6 @@ def test_tasks_and_text_together(undisturbed: RunFolder, quiz: Path, tmp_path: P
     assert "the first 3 items of each task" in shown
     assert f"{100 * task['accuracy']:.1f}" in shown
     assert "bits per byte" not in shown
-    refused = call("eval", undisturbed.path, "--tasks", quiz, "--stride", 4)
-    assert (refused.code, "--stride is for a loss, and tasks have none" in words(refused.err)) == (2, True)
 
 
 def test_a_terminal_sees_how_far_it_is_and_a_log_does_not(
@@ -78,6 +76,12 @@ def test_a_long_path_leaves_the_table_whole(undisturbed: RunFolder, tmp_path: Pa
     lines = call("eval", undisturbed.path, "--text", files[0]).out.splitlines()
     assert [line.split()[0] for line in lines] == ["text", "a.txt"]
     assert "a.txt and 2 more" in call("eval", undisturbed.path, "--text", *files).out
+
+
+def test_a_window_belongs_to_a_loss(undisturbed: RunFolder, quiz: Path) -> None:
+    for option in ("--stride", "--context"):
+        refused = call("eval", undisturbed.path, "--tasks", quiz, option, 0)
+        assert (refused.code, f"{option} is for a loss" in words(refused.err)) == (2, True)
 
 
 def test_a_study_gets_a_report(undisturbed: RunFolder, quiz: Path, tmp_path: Path) -> None:

@@ -96,6 +96,21 @@ def test_the_command_and_what_it_cannot_get(undisturbed: RunFolder, tasks: dict[
     assert (refused.code, "none.yaml does not exist" in words(refused.err)) == (2, True)
 
 
+def test_a_prompt_keeps_half_of_the_context(ours: Evaluated, monkeypatch: pytest.MonkeyPatch):
+    """A task that names no length is given one that small models do not have."""
+    pytest.importorskip("lm_eval")
+    from types import SimpleNamespace
+
+    from qurve.evaluate.harness import HarnessModel
+
+    asked: list[tuple[bytes, int]] = []
+    monkeypatch.setattr(ours, "continued", lambda ids, most, stop: asked.append((bytes(ids), most)) or "")
+    prompts = (("a prompt of the length of thirty-six", {}), ("short", {}), ("short", {"max_gen_toks": 3}))
+    HarnessModel(ours).generate_until([SimpleNamespace(args=args) for args in prompts])
+    assert ours.context == 16
+    assert asked == [(b"f thirty-six"[-8:], 8), (b"short", 11), (b"short", 3)]
+
+
 def test_a_task_that_wants_to_draw_is_refused(ours: Evaluated):
     pytest.importorskip("lm_eval")
     from types import SimpleNamespace

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from qurve.data.loader import TokenData
 from qurve.errors import BadInput
 from qurve.evaluate import Evaluated, Request, log_likelihoods, open_model
 from qurve.evaluate import likelihood as module
@@ -53,6 +55,33 @@ def test_what_is_greedy_is_what_the_model_would_say(ours: Evaluated):
     assert [one.greedy for one in log_likelihoods(ours, [wrong, right])] == [False, True]
 
 
+def test_rows_that_pad_a_vocabulary_are_likely_and_never_the_likeliest():
+    logits_V = torch.tensor([0.0, 1.0, 2.0, 5.0])
+
+    class Padded(Evaluated):
+        name, context, n_ids, end = "padded", 8, 3, 0
+        encode = continued = None  # type: ignore[assignment]
+
+        def logits(self, ids_BT: torch.Tensor, lengths_B: torch.Tensor, first: int) -> torch.Tensor:
+            return logits_V.expand(*ids_BT.shape, 4)[:, first:]
+
+    (found,) = log_likelihoods(Padded(), [Request([0], [2])])
+    assert found.greedy
+    assert found.log_likelihood == pytest.approx(logits_V.log_softmax(0)[2].item())
+
+
+@pytest.mark.parametrize("name", ["ours", "llama"])
+def test_products_are_as_precise_as_they_are_asked_to_be(
+    name: str, undisturbed: RunFolder, little: TokenData, hugging_face: dict[str, Path]
+):
+    place = undisturbed.path if name == "ours" else hugging_face[name]
+    data = little.folder if name == "ours" else None
+    whole, half = (open_model(place, data=data, device="cpu", precision=p) for p in ("float32", "bf16"))
+    one, other = (log_likelihoods(model, requests()[:4]) for model in (whole, half))
+    apart = [abs(a.log_likelihood - b.log_likelihood) for a, b in zip(one, other, strict=True)]
+    assert 1e-4 < max(apart) < 0.1 * abs(min(a.log_likelihood for a in one))
+
+
 def test_few_logits_at_a_time(ours: Evaluated, monkeypatch: pytest.MonkeyPatch):
     expected = [one.log_likelihood for one in log_likelihoods(ours, requests())]
     monkeypatch.setattr(module, "MOST_LOGITS", 1)
@@ -76,6 +105,7 @@ def test_a_hugging_face_text_begins_as_its_tokenizer_has_it(hugging_face: dict[s
     gpt2, llama = (open_model(hugging_face[name], device="cpu") for name in ("gpt2", "llama"))
     assert (gpt2.start, gpt2.first, gpt2.end, gpt2.context) == (None, 256, 256, 24)
     assert (llama.start, llama.first, llama.end) == (257, 257, 256)
+    assert (gpt2.n_ids, llama.n_ids) == (258, 258)  # of 264 rows
     assert llama.encode(["ab"]) == gpt2.encode(["ab"])
     assert len(llama.encode(["ab"])[0]) == 2
 
@@ -95,8 +125,12 @@ def test_folders_that_hold_no_whole_causal_model_are_refused(
         (half / file.name).write_bytes(file.read_bytes())
     weights = load_file(half / "model.safetensors")
     weights.pop("transformer.h.1.attn.c_attn.weight")
-    save_file(weights, half / "model.safetensors", {"format": "pt"})
+    file = half / "model.safetensors"
+    save_file(weights, file, {"format": "pt"})
     with pytest.raises(BadInput, match=r"half .*missing keys: transformer.h.1.attn.c_attn.weight"):
+        open_model(half)
+    save_file({**load_file(hugging_face["gpt2"] / "model.safetensors"), "more": torch.zeros(1)}, file, {"format": "pt"})
+    with pytest.raises(BadInput, match=r"half .*unexpected keys: more"):
         open_model(half)
     save_file(load_file(hugging_face["gpt2"] / "model.safetensors"), half / "model.safetensors", {"format": "pt"})
     for file in half.glob("tokenizer*"):
@@ -123,6 +157,43 @@ def test_a_folders_own_code_is_not_run_and_not_asked_about(
     with pytest.raises(BadInput, match="own cannot be loaded by transformers"):
         open_model(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def altered(source: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a model's folder whose model has another configuration, and random weights."""
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(source, folder)
+    config = transformers.AutoConfig.from_pretrained(source, **changes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_that_sees_the_tokens_to_come_is_refused(hugging_face: dict[str, Path], tmp_path: Path):
+    """Its likelihoods would be plausible, and of tokens that it was shown."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=264, initializer_range=0.5, **sizes)
+    shutil.copytree(hugging_face["gpt2"], tmp_path / "bert")
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    from qurve.hf import QurveConfig, QurveForCausalLM
+    from qurve.model.config import ModelConfig
+
+    for attends in ("bidirectional", "prefix"):
+        own = ModelConfig(1, 32, 2, d_ff=48, context=24, vocab_size=264, attends=attends)  # type: ignore[arg-type]
+        shutil.copytree(hugging_face["gpt2"], tmp_path / attends)
+        QurveForCausalLM(QurveConfig(qurve=own)).save_pretrained(tmp_path / attends)
+        with pytest.raises(BadInput, match=f"the model attends {attends}; likelihoods of text take a causal one"):
+            open_model(tmp_path / attends, device="cpu")
+    with pytest.raises(BadInput, match="the model attends to tokens that are still to come"):
+        open_model(tmp_path / "bert", device="cpu")
+
+
+def test_a_tokenizer_of_another_model_is_refused(hugging_face: dict[str, Path], tmp_path: Path):
+    with pytest.raises(BadInput, match="gives the id 256, and its model knows ids below 200; they do not belong"):
+        open_model(altered(hugging_face["gpt2"], tmp_path / "small", vocab_size=200), device="cpu")
+    model = open_model(altered(hugging_face["gpt2"], tmp_path / "less", vocab_size=257), device="cpu")
+    with pytest.raises(BadInput, match="gives the id 257"):
+        model.encode(["a", "a <s>"])
 
 
 def test_the_likeliest_continuation_ends_at_a_stop_text(ours: Evaluated, hugging_face: dict[str, Path]):

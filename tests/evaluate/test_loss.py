@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from qurve.data.loader import TokenData
 from qurve.errors import BadInput
-from qurve.evaluate import Evaluated, split_loss, text_loss
+from qurve.evaluate import Evaluated, Loss, open_model, split_loss, text_loss
 from qurve.evaluate import loss as module
 from qurve.evaluate.loss import spans
 from qurve.runfolder import RunFolder
@@ -45,6 +46,19 @@ def test_a_text_is_scored_token_by_token_after_the_id_that_begins_it(ours: Evalu
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))  # a byte is a token here
     assert found.perplexity == pytest.approx(math.exp(found.loss))
     assert (found.context, found.stride) == (16, stride)
+
+
+def test_units_are_bits_of_bytes_and_nats_of_tokens() -> None:
+    loss = Loss(nats=60.0, tokens=20, n_bytes=50, documents=1, context=16, stride=16)
+    assert (loss.loss, loss.perplexity) == (3.0, pytest.approx(math.exp(3)))
+    assert loss.bits_per_byte == pytest.approx(60 / math.log(2) / 50)
+
+
+def test_a_text_begins_as_its_tokenizer_has_it(hugging_face: dict[str, Path]):
+    model = open_model(hugging_face["llama"], device="cpu")
+    assert model.first != model.end
+    (ids,) = model.encode(["Fellow-Citizens"])
+    assert text_loss(model, ["Fellow-Citizens"]).nats == pytest.approx(plain(model, [model.first, *ids], 24), rel=1e-6)
 
 
 def test_a_longer_look_back_is_worth_something_and_stated(ours: Evaluated, little: TokenData):

@@ -53,6 +53,19 @@ def test_choices_are_judged_plainly_and_by_length(task_file: Callable[..., Path]
     assert found.interval == wilson_interval(3, 4)
 
 
+def test_length_is_counted_in_bytes(task_file: Callable[..., Path]):
+    class Pairs(Liking):
+        def encode(self, texts: Sequence[str]) -> list[list[int]]:
+            return [[200] if text == "xb" else list(text.encode()) for text in texts]
+
+    # -5.6 nats a token, -2.6 for `x`. "äx" has -13.8 in 3 bytes, but 2 signs; "aa" has -11.2 in 2
+    said = {"context": "", "choices": ["aa", "äx"], "label": 1}
+    assert evaluate_task(Liking(), read_task(task_file([said]))).correct_norm == (True,)
+    # "xb" has -5.6 in 2 bytes, but one token; "xa" has -8.2 in two
+    said = {"context": "", "choices": ["aa", "xb", "xa"], "label": 1}
+    assert evaluate_task(Pairs(), read_task(task_file([said]))).correct_norm == (True,)
+
+
 def test_contexts_of_their_own_and_targets(task_file: Callable[..., Path], ours: Evaluated):
     items = [{"contexts": ["He said", "She"], "choices": [" no", " no"], "label": 1}]
     found = evaluate_task(ours, read_task(task_file(items)))

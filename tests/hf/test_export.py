@@ -19,17 +19,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from commands import ROOT, call, words
 from qurve.data.loader import TokenData
 from qurve.data.tokenizers import END_OF_TEXT, Tokenizer, ready_made, train_bpe
-from qurve.errors import BadInput
+from qurve.errors import BadInput, QurveError
 from qurve.generate import Sampling, generate, run_tokenizer
+from qurve.hf import export as export_module
 from qurve.hf.export import export, hub_tokenizer, import_folder, load_weights
 from qurve.hf.modeling import STUB_TEXT, QurveForCausalLM
 from qurve.hf.stock import from_stock, to_stock
-from qurve.model.config import ModelConfig
+from qurve.model.config import LayerOverride, ModelConfig
 from qurve.model.feed_forward import Dense, Gated
 from qurve.model.gpt import GPT
 from qurve.model.positions import Rope
+from qurve.model.residual import Skip
 from qurve.projections import Bottleneck, Identity, Linear, Residual
 from qurve.runfolder import RunFolder
+from qurve.zoo.linear_attention import LinearAttention
 from tiny import tiny
 
 TEXTS = ["The people of the U.S. aren't  here:\n\n 1,234 naïve 東京 🙂", "a <|endoftext|> in a text", "", " "]
@@ -79,6 +82,7 @@ def test_a_run_is_the_same_model_there(run: RunFolder, exported: Path) -> None:
     assert theirs_greedy(theirs) == greedy(native, tokenizer)
     hub = AutoTokenizer.from_pretrained(exported)
     assert (len(hub), hub.eos_token_id, hub.pad_token_id, hub.padding_side) == (257, 256, 256, "left")
+    assert hub.model_max_length == 64
     assert theirs.generation_config.eos_token_id == theirs.generation_config.pad_token_id == 256
     text = theirs.generate(**hub(["The people", "Of"], return_tensors="pt", padding=True), max_new_tokens=3)
     assert len(hub.batch_decode(text)) == 2
@@ -114,6 +118,11 @@ def test_a_masked_models_mask_goes_along(data: TokenData, tmp_path: Path) -> Non
     with torch.no_grad():
         expected = GPT.from_run(made.path)(torch.tensor([[5, 319, 9]]))
         assert_close(theirs(ids_BT).logits[..., :257], expected[..., :257], atol=1e-5, rtol=0)
+    import_folder(tmp_path / "hf", tmp_path / "back")
+    stated = [
+        RunFolder(place).config_json()[0]["train"]["objective"]["kind"] for place in (made.path, tmp_path / "back")
+    ]
+    assert stated == ["mlm", "mlm"]
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizers
@@ -139,8 +148,8 @@ SAME = {
     "scaled-untied-bias": ModelConfig(**GPT2, attention_scale=0.9, tie_embeddings=False, bias=True),
     "identity": ModelConfig(**GPT2, query=Identity(), attention_scale=0.1),
     "residual-relu2": ModelConfig(**GPT2, query=Residual(), key=Residual(0.7), bias=True, mlp=Dense("relu2")),
-    "shared": ModelConfig(**GPT2, share_blocks=True),
-    "llama": ModelConfig(**LLAMA),
+    "shared": ModelConfig(**GPT2, share_blocks=True, norm_eps=0.1),
+    "llama": ModelConfig(**{**LLAMA, "mlp": Gated("gelu")}, norm_eps=0.1),
     "llama-bias": ModelConfig(**LLAMA, bias=True, tie_embeddings=False, attention_scale=0.2),
     "llama-identity": ModelConfig(**LLAMA, query=Identity()),
     "llama-wide": ModelConfig(**{**LLAMA, "d_head": 10, "positions": Rope(scaling="linear", factor=4)}),
@@ -174,6 +183,40 @@ def test_a_stock_class_computes_the_same_and_comes_back(name: str) -> None:
         assert_close(back(ids_BT), expected, **allowed)
 
 
+def test_dropout_goes_along() -> None:
+    stock = to_stock(GPT(ModelConfig(**GPT2, dropout=0.3)))
+    assert {stock.config.attn_pdrop, stock.config.embd_pdrop, stock.config.resid_pdrop} == {0.3}
+    assert from_stock(stock).config.dropout == 0.3
+
+
+def test_what_their_configurations_can_say_is_understood_or_refused() -> None:
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 24,
+        "n_head": 3,
+        "n_positions": 32,
+        "vocab_size": 31,
+        "activation_function": "gelu",
+    }
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    theirs, ids_BT = (
+        GPT2LMHeadModel(GPT2Config(**sizes, **ends, scale_attn_weights=False)),
+        torch.arange(30).view(2, 15),
+    )
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    with torch.no_grad():
+        assert_close(from_stock(theirs)(ids_BT), theirs.eval()(ids_BT).logits, atol=1e-4, rtol=0)
+    by_layer = GPT2LMHeadModel(GPT2Config(**sizes, **ends, scale_attn_by_inverse_layer_idx=True))
+    with pytest.raises(BadInput, match="has scale_attn_by_inverse_layer_idx, which ours does not know"):
+        from_stock(by_layer)
+    turned = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    llama = to_stock(GPT(SAME["llama"]))
+    llama.config.rope_parameters = turned
+    with pytest.raises(BadInput, match="its rotations are of the kind 'yarn'"):
+        from_stock(llama)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -181,6 +224,11 @@ def test_a_stock_class_computes_the_same_and_comes_back(name: str) -> None:
         (ModelConfig(**GPT2, qk_norm=True), "normalises queries and keys"),
         (ModelConfig(**GPT2, window=4, logit_softcap=3.0), "within a window; it caps logits"),
         (ModelConfig(**GPT2, attends="bidirectional"), "attends bidirectional"),
+        (ModelConfig(**GPT2, attention_softcap=3.0), "it caps logits"),
+        (ModelConfig(**GPT2, mixer=LinearAttention()), "its mixer is 'linear_attention'"),
+        (ModelConfig(**GPT2, overrides=(LayerOverride((1,), query=Identity()),)), "its blocks are not all alike"),
+        (ModelConfig(**GPT2, residual=Skip("post")), "the places of its norms are others"),
+        (ModelConfig(**GPT2, n_kv_heads=1), "and heads as in GPT-2"),
         (ModelConfig(**GPT2, norm="rmsnorm"), "with learned positions it needs layer norms"),
         (ModelConfig(**{**LLAMA, "mlp": Dense()}), "with rotary positions it needs RMS norms"),
     ],
@@ -188,6 +236,26 @@ def test_a_stock_class_computes_the_same_and_comes_back(name: str) -> None:
 def test_what_no_stock_class_is_is_refused(config: ModelConfig, said: str) -> None:
     with pytest.raises(BadInput, match=said):
         to_stock(GPT(config))
+
+
+@pytest.mark.parametrize("to", ["hf", "stock"])
+@pytest.mark.parametrize("wrong", [1e-3, float("nan")])
+def test_what_computes_something_else_is_not_handed_over(
+    to: Any, wrong: float, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever went wrong on the way: what was written is read back and asked."""
+    name = {"hf": "as_hub_model", "stock": "to_stock"}[to]
+    convert = getattr(export_module, name)
+
+    def badly(model: GPT, **tokens: Any) -> Any:
+        theirs = convert(model, **tokens)
+        next(p for key, p in theirs.named_parameters() if "norm" in key or "ln_f" in key).data += wrong
+        return theirs
+
+    monkeypatch.setattr(export_module, name, badly)
+    with pytest.raises(QurveError, match="does not compute what was read: logits differ by"):
+        export(finished.path, tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_nonlinear_run_is_no_stock_model(run: RunFolder, tmp_path: Path) -> None:
@@ -237,7 +305,7 @@ def stock_folder(folder: Path, **changes: Any) -> Path:
     ("case", "said"),
     [
         ("missing", "is not a folder"),
-        ("empty", "config.json cannot be read"),
+        ("empty", "error: {folder}/config.json cannot be read"),
         ("text", "not JSON"),
         ("unmarked", "what model is it?"),
         ("run", "is a run's folder already"),
@@ -270,7 +338,7 @@ def test_what_cannot_be_imported_is_named(case: str, said: str, tmp_path: Path) 
         weights.write_bytes(weights.read_bytes()[:900])
     refused = call("import", folder, "--out", tmp_path / "run")
     assert refused.code == 2
-    assert words(said) in words(refused.err)
+    assert words(said.replace("{folder}", str(folder))) in words(refused.err)
     assert ("not JSON" in refused.err) == (case == "text")
     assert {entry.name for entry in tmp_path.iterdir()} <= {"model"}
 
@@ -281,7 +349,16 @@ def test_a_folder_in_use_is_refused(run: RunFolder, exported: Path, tmp_path: Pa
         refused = call(*arguments, "--out", tmp_path)
         assert refused.code == 2
         assert "give another --out" in words(refused.err)
+    refused = call("import", exported, "--out", tmp_path / "notes.txt" / "run")
+    assert (refused.code, "notes.txt/run cannot be made (Not a directory)" in words(refused.err)) == (2, True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_into_the_empty_folder_where_one_is(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert call("import", exported, "--out", ".").code == 0
+    assert (tmp_path / "here" / "config.json").is_file()
 
 
 def test_data_that_has_moved_is_asked_for(run: RunFolder, tmp_path: Path, data_folder: Path) -> None:

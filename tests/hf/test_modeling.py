@@ -18,6 +18,7 @@ from commands import ROOT
 from qurve.errors import BadInput
 from qurve.generate import Sampling, generate
 from qurve.hf import QurveConfig, QurveForCausalLM
+from qurve.hf.modeling import attend_as
 from qurve.model.config import LayerOverride, ModelConfig
 from qurve.model.feed_forward import MixtureOfExperts
 from qurve.model.gpt import GPT
@@ -176,6 +177,11 @@ def test_a_prefix_model_takes_its_prompt_for_the_prefix() -> None:
     given = {"prefix_lengths": torch.tensor([12, 12])}
     again = hub.generate(ids_BT, do_sample=False, max_new_tokens=8, use_cache=False, **given)
     assert torch.equal(again, found)
+    given = {"prefix_lengths": torch.tensor([1, 3])}
+    told = {"return_dict_in_generate": True, "output_logits": True}
+    made = hub.generate(ids_BT, do_sample=False, max_new_tokens=1, **given, **told)
+    with torch.no_grad():
+        assert_same(made.logits[0], hub(ids_BT, **given).logits[:, -1])
 
 
 @pytest.mark.parametrize("name", ["linear", "primer"])
@@ -196,6 +202,22 @@ def test_values_alone_are_cropped() -> None:
     assert_same(hub(ids_BT[:, 6:], cache=cache).logits, hub(ids_BT, use_cache=False).logits[:, 6:])
 
 
+@pytest.mark.parametrize("name", MIXERS)
+@torch.no_grad()
+def test_a_cache_is_repeated_chosen_from_and_reset(name: str) -> None:
+    hub, ids_BT = hub_of(MIXERS[name]), tokens(9, 31)
+    expected = hub(ids_BT, use_cache=False).logits[:, -1]
+    cache = hub(ids_BT[:, :8]).cache
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 2, 3]))
+    rows = torch.tensor([0, 1, 1])
+    assert_same(hub(ids_BT[rows, 8:], cache=cache).logits[:, -1], expected[rows])
+    cache.reset()
+    if name != "softmax":  # (transformers' own layers keep room for as many texts)
+        hub(ids_BT[:1, :8], cache=cache)
+        assert_same(hub(ids_BT[:1, 8:], cache=cache).logits[:, -1], expected[:1])
+
+
 # ------------------------------------------------------------------------------------------------------------ training
 
 
@@ -204,7 +226,7 @@ def test_loss_of_labels_is_ours(attends: Any) -> None:
     hub = hub_of(ModelConfig(**SMALL, attends=attends, mlp=MixtureOfExperts(3, 2, balance=0.5)))
     own, ids_BT = plain(hub), tokens(20, 31)
     labels = ids_BT.clone()
-    labels[:, :3] = -100
+    labels[:, 3:6] = -100  # (the first one is no target of a causal model)
     own.train()
     hub.train()
     if attends == "causal":
@@ -235,8 +257,29 @@ def test_gradient_checkpointing_keeps_the_gradients() -> None:
     for name, gradient in gradients[0].items():
         assert_close(gradients[1][name], gradient, msg=name)
     assert all("forward" in vars(block) for block in hub.gpt.blocks)
+    hub._set_gradient_checkpointing(every_n_layers=2)
+    assert ["forward" in vars(block) for block in hub.gpt.blocks] == [True, False, True]
     hub.activation_checkpointing_disable()
     assert not any("forward" in vars(block) for block in hub.gpt.blocks)
+
+
+def test_checkpointing_has_no_place_for_a_filled_cache() -> None:
+    """It is not made, and one that holds tokens already would be dropped, and its tokens not seen."""
+    hub, ids_BT = hub_of(MIXERS["softmax"]), tokens(9, 31)
+    with torch.no_grad():
+        cache = hub(ids_BT).cache
+    hub.train().activation_checkpointing_enable()
+    assert hub(ids_BT, use_cache=True, cache=DynamicCache()).cache is None
+    with pytest.raises(BadInput, match="a cache with tokens in it"):
+        hub(ids_BT, cache=cache)
+
+
+@torch.no_grad()
+def test_logits_of_some_tokens_alone() -> None:
+    hub, ids_BT = hub_of(MIXERS["softmax"]), tokens(9, 31)
+    whole = hub(ids_BT).logits
+    assert_same(hub(ids_BT, logits_to_keep=2).logits, whole[:, -2:])
+    assert_same(hub(ids_BT, logits_to_keep=torch.tensor([1, 4])).logits, whole[:, [1, 4]])
 
 
 @pytest.mark.slow
@@ -274,7 +317,10 @@ def test_padding_at_the_right_is_not_seen() -> None:
     [
         ({"attention_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])}, "padding between real tokens"),
         ({"attention_mask": torch.ones(2, 3)}, r"shape \[2, 3\]"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4).tril(), "use_cache": False}, "0 where a token is seen"),
+        ({"attention_mask": torch.ones(1, 2, 4, 4).bool(), "use_cache": False}, "for all heads alike"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "not those that this model counts"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 4]])}, "not those that this model counts"),
         ({"inputs_embeds": torch.ones(2, 4, 24)}, "no inputs_embeds"),
         ({"output_attentions": True}, "does not hand them out"),
     ],
@@ -282,6 +328,24 @@ def test_padding_at_the_right_is_not_seen() -> None:
 def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         hub_of(ModelConfig(**SMALL))(tokens(4, 31), **given)
+
+
+def test_padding_behind_tokens_of_a_cache_is_refused() -> None:
+    hub, ids_BT = hub_of(ModelConfig(**SMALL)), tokens(6, 31)
+    mask = torch.ones_like(ids_BT)
+    mask[1, 5:] = 0
+    with torch.no_grad(), pytest.raises(BadInput, match="goes on from a cache; pad at the left"):
+        hub(ids_BT[:, 4:], cache=hub(ids_BT[:, :4]).cache, attention_mask=mask)
+
+
+@pytest.mark.parametrize("way", ["sdpa", "eager"])
+def test_attention_drops_out(way: str) -> None:
+    config = QurveConfig(qurve=ModelConfig(**SMALL), attn_implementation=way)
+    q, k, v = torch.randn(3, 2, 2, 9, 12).unbind()
+    told: dict[str, Any] = {"mask": (None, True), "scale": 0.3}
+    whole, dropped = attend_as(config, q, k, v, **told), attend_as(config, q, k, v, dropout=0.5, **told)
+    assert config._attn_implementation == way
+    assert (whole - dropped).abs().max() > 0.1
 
 
 def test_a_bidirectional_model_does_not_generate() -> None:
@@ -313,6 +377,9 @@ def test_auto_classes_know_it_and_half_a_checkpoint_is_refused(tmp_path: Any) ->
     half = {name: p for name, p in hub.state_dict().items() if "blocks.1." not in name}
     hub.save_pretrained(tmp_path, state_dict=half)
     with pytest.raises(BadInput, match=r"missing: gpt\.blocks\.1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    hub.save_pretrained(tmp_path, state_dict={**hub.state_dict(), "gpt.more": torch.zeros(1)})
+    with pytest.raises(BadInput, match=r"unexpected: gpt\.more"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_config(hub.config).config.model == hub.config.model
     narrow = AutoModelForCausalLM.from_config(copy.deepcopy(hub.config)).bfloat16()

@@ -86,6 +86,22 @@ def test_disabling_and_several_adapters_are_pefts() -> None:
     assert torch.equal(logits(model.unload()), logits(tiny("llama")))
 
 
+def test_adapters_add_up_and_have_the_fields_of_their_configuration() -> None:
+    fields = {"activation": "relu", "pre_norm": "layernorm", "post_norm": "rmsnorm", "eps": 0.01, "scale": 0.3}
+    model = adapted(**fields, exact_start=False)
+    model.add_adapter("second", NonlinearQueryConfig(width=6, exact_start=False))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    first, second = (layer.nonlinear_query_parts[name] for name in ("default", "second"))
+    for name, value in fields.items():
+        assert getattr(first.config, name) == value, name
+    assert (first.exact, bool(first.post_gain.all())) == (False, True)
+    assert not any(p.requires_grad for p in second.parameters())
+    model.base_model.set_adapter(["default", "second"])
+    x_BTD = torch.randn(2, 5, D)
+    with torch.no_grad():
+        assert_close(layer(x_BTD), layer.base_layer(x_BTD) + first(x_BTD) + second(x_BTD))
+
+
 def test_files_are_pefts(tmp_path: Path) -> None:
     model = adapted("gpt2", task_type="CAUSAL_LM")
     stir(model, 1)
@@ -156,3 +172,32 @@ def test_beside_lora_both_act_and_both_train(name: str) -> None:
     model.unmerge_adapter()
     hf.restore(model)
     assert_close(logits(model, name), with_lora, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_retrofit_outlives_the_lora_that_it_stood_beside(name: str, tmp_path: Path) -> None:
+    """Whichever came first: a wrapper of PEFT's goes when it is merged, and must not take the nonlinear part along."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"] if name == "llama" else ["c_attn"], init_lora_weights=False)
+    lora.fan_in_fan_out = name == "gpt2"
+    model = get_peft_model(tiny(name), lora)
+    hf.retrofit(model, freeze=False)
+    for part in retrofitted(model).values():
+        nn.init.normal_(part.post_gain)
+    both = logits(model, name)
+    merged = model.merge_and_unload()
+    assert len(retrofitted(merged)) == 2
+    assert_close(logits(merged, name), both, atol=1e-4, rtol=1e-4)
+
+    first = tiny(name)
+    hf.retrofit(first)
+    for part in retrofitted(first).values():
+        nn.init.normal_(part.post_gain)
+    alone = logits(first, name)
+    get_peft_model(first, lora)
+    with pytest.warns(UserWarning, match="are not saved here, .*lora_A"):
+        hf.save(first, tmp_path / "adapter")
+    assert torch.equal(logits(hf.load(tmp_path / "adapter", tiny(name)), name), alone)
+    wrapped = get_peft_model(tiny(name), lora)
+    hf.load(tmp_path / "adapter", wrapped.base_model.model)
+    with wrapped.disable_adapter():
+        assert torch.equal(logits(wrapped, name), alone)

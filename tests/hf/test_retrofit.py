@@ -13,6 +13,7 @@ import torch
 import transformers
 from tiny_families import FAMILIES, LAYERS, D, batch, tiny
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from qurve import hf
@@ -155,6 +156,23 @@ def test_report_can_be_read() -> None:
     assert "largest change of a logit: 0" in said
 
 
+def test_the_report_has_the_largest_change() -> None:
+    model, inputs = tiny("llama"), batch("llama")
+    before = logits(model, inputs)
+    report = hf.retrofit(model.train(), anchor="identity", exact_start=False, probe=inputs)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert report.logit_change == (logits(model.eval(), inputs) - before).abs().max().item()
+
+
+def test_a_model_that_takes_more_than_the_probe_is_not_measured() -> None:
+    sizes = {key: FAMILIES["vit"].fields[key] for key in FAMILIES["vit"].fields}
+    config = transformers.CLIPConfig(text_config={**FAMILIES["bert"].fields}, vision_config=sizes, projection_dim=8)
+    model = transformers.CLIPModel(config)
+    report = hf.retrofit(model, path="text_model.encoder.layers.*.self_attn.q_proj")
+    assert (len(report.names), report.logit_change) == (LAYERS, None)
+
+
 def test_layers_by_their_numbers() -> None:
     model = tiny("gpt2")
     assert hf.retrofit(model, layers=[1]).names == ("transformer.h.1.attn.c_attn",)
@@ -293,8 +311,8 @@ def test_nothing_found_says_what_was_looked_for() -> None:
 def test_layers_that_are_not_there() -> None:
     refused(r"layers = \[1, 7\]: \[7\] is not there; there are 0, 1", tiny("llama"), layers=[1, 7])
     refused("nothing is not there", tiny("llama"), layers=[])
-    refused("'all', or numbers", tiny("llama"), layers="last")
-    refused("'all', or numbers", tiny("llama"), layers=1)
+    for layers in ("last", 1, None, [0.5]):
+        refused("'all', or numbers", tiny("llama"), layers=layers)
 
 
 def test_a_path_to_more_than_queries() -> None:
@@ -328,6 +346,28 @@ def test_what_is_not_retrofitted_cannot_be_restored() -> None:
     hf.retrofit(model)
     with pytest.raises(BadInput, match="give that one"):
         hf.restore(model.model)
+
+
+def test_what_was_wrapped_for_several_processes_is_refused() -> None:
+    """It would not share the new parameters' gradients."""
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = tiny("llama")
+    refused("retrofit the model, then wrap it", wrapped)
+
+
+class ByName(OwnAttention):
+    """One that calls its layers by the names of their arguments."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.wq(input=x_BTD)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_the_hook_cannot_serve_is_left_as_it_was() -> None:
+    model, x_BTD = Own(ByName), torch.randn(2, 5, 6)
+    expected = model(x_BTD)
+    refused("called by the names of its arguments", model, path="blocks.*.wq", probe={"x_BTD": x_BTD})
+    assert torch.equal(model(x_BTD), expected)
 
 
 # ------------------------------------------------------------------------------------------------------ nobody is hurt
@@ -374,6 +414,19 @@ def test_compiles_in_one_graph() -> None:
     assert_close(logits(compiled, {**inputs, "use_cache": False}), logits(model, inputs))
 
 
+@pytest.mark.slow
+def test_what_was_compiled_before_notices() -> None:
+    model, inputs = tiny("llama"), {**batch("llama"), "use_cache": False}
+    compiled = torch.compile(model, backend="eager")
+    before = logits(compiled, inputs)
+    hf.retrofit(model, freeze=False)  # (torch notices what is frozen)
+    stir(model)
+    assert_close(logits(compiled, inputs), logits(model, inputs))
+    assert (logits(compiled, inputs) - before).abs().max() > 1e-3
+    hf.restore(model)
+    assert_close(logits(compiled, inputs), before)
+
+
 def test_the_stock_files_stay_readable(tmp_path: Any) -> None:
     """The base's own weights keep their names, so `save_pretrained` writes a checkpoint of the base and more."""
     model, inputs = tiny("gpt2"), batch("gpt2")
@@ -416,11 +469,16 @@ def test_folding_changes_the_numbers_by_rounding_alone(config: Bottleneck, capsy
     assert re.search(r"scale=1\.0", str(model.qurve_retrofit))
 
 
-def test_folding_leaves_the_scale_of_an_identity_anchor() -> None:
+@pytest.mark.parametrize(
+    ("anchor", "stage", "scale"),
+    [("identity", "coupled", 0.5), ("identity", "separate", 0.5), ("none", "coupled", 1.0), ("none", "separate", 0.5)],
+)
+def test_folding_leaves_what_other_anchors_need(anchor: Any, stage: Any, scale: float) -> None:
+    """The scale of an identity, the gain of a norm that the anchor goes through too, a scale before a norm."""
     model, inputs = tiny("bert"), batch("bert")
-    hf.retrofit(model, anchor="identity", exact_start=False)
+    hf.retrofit(model, Bottleneck(norm_stage=stage), anchor=anchor, exact_start=False)
     stir(model)
     before = logits(model, inputs)
     hf.fold(model)
     assert_close(logits(model, inputs), before, atol=1e-4, rtol=1e-4)
-    assert model.qurve_retrofit.config.scale == 0.5
+    assert model.qurve_retrofit.config.scale == scale

@@ -169,6 +169,9 @@ def test_another_base_is_refused(saved: tuple[Path, torch.Tensor]) -> None:
     with torch.no_grad():
         other.model.layers[1].self_attn.q_proj.weight.normal_()
     refused("another base model: the weight of model.layers.1", folder, other)
+    with torch.no_grad():
+        (turned := tiny("llama")).model.layers[1].self_attn.q_proj.weight.neg_()  # of the same size
+    refused("another base model: the weight of model.layers.1", folder, turned)
     refused("has no layer", folder, tiny("gpt2"))
     refused("retrofitted already", folder, stirred())
     half = hf.load(folder, tiny("llama").to(torch.bfloat16))  # the same base in another dtype
@@ -178,6 +181,31 @@ def test_another_base_is_refused(saved: tuple[Path, torch.Tensor]) -> None:
 def test_a_base_that_nobody_named(saved: tuple[Path, torch.Tensor]) -> None:
     with pytest.raises(BadInput, match="does not say where its base model is"):
         hf.load(saved[0])
+
+
+def test_a_save_that_was_killed_is_told_and_can_be_made_anew(
+    saved: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = saved
+
+    def killed(path: Path, content: str) -> None:
+        path.with_name(f".{path.name}.1.part").write_text(content[:9])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qurve.hf.saving.write_atomic", killed)
+        with pytest.raises(KeyboardInterrupt):
+            hf.save(stirred(), folder)
+    refused("manifest.json cannot be read", folder)
+    hf.save(stirred(), folder)
+    assert torch.equal(logits(hf.load(folder, tiny("llama"))), expected)
+    assert not list(folder.glob(".*"))
+
+
+def test_what_could_be_trained_is_kept(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="other parameters"):
+        hf.save(stirred(freeze=False), tmp_path / "adapter")
+    assert all(p.requires_grad for p in hf.load(tmp_path / "adapter", tiny("llama")).parameters())
 
 
 def test_what_would_be_lost_is_said(tmp_path: Path) -> None:

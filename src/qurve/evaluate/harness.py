@@ -58,10 +58,11 @@ class HarnessModel(LM):  # type: ignore[misc]
         until = wanted.get("until") or []
         stop = [text for text in ([until] if isinstance(until, str) else until) if text]
         most = int(wanted.get("max_gen_toks") or wanted.get("max_new_tokens") or MOST_NEW_TOKENS)
-        most = min(most, self._model.context - 1)
         (ids,) = self._model.encode([prompt])
         before = [self._model.first] if self._model.start is not None or not ids else []
-        ids = [*before, *ids][-(self._model.context - most) :]
+        ids, context = [*before, *ids], self._model.context
+        most = min(most, max(context - len(ids), context // 2))  # so that half of it at least is the prompt's
+        ids = ids[-(context - most) :]
         return self._model.continued(ids, most, stop)
 
 

@@ -112,12 +112,16 @@ def model_type(folder: str | os.PathLike[str]) -> str | None:
     return str(tree["model_type"]) if isinstance(tree, dict) and "model_type" in tree else None
 
 
+def _check_causal(folder: Path, attends: str) -> None:
+    if attends != "causal":
+        raise BadInput(f"{folder}: the model attends {attends}; likelihoods of text take a causal one")
+
+
 class _OurRun(Evaluated):
     def __init__(self, folder: Path, data: str | os.PathLike[str] | None, device: str, dtype: torch.dtype) -> None:
         self._model = GPT.from_run(folder).to(device)
         config = self._model.config
-        if config.attends != "causal":
-            raise BadInput(f"{folder}: the model attends {config.attends}; likelihoods of text take a causal one")
+        _check_causal(folder, config.attends)
         self._tokenizer = run_tokenizer(folder, data)
         self._device, self._dtype = device, dtype
         self.name, self.context = str(folder), config.context
@@ -178,8 +182,10 @@ class _HuggingFace(Evaluated):
                     f"{folder} does not hold a whole causal language model: {what.replace('_', ' ')}: "
                     f"{', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
                 )
+        if model_type(folder) == "qurve":
+            _check_causal(folder, model.config.model.attends)
         self._model = model.to(device).eval()
-        self._device = device
+        self._device, self._rows = device, model.get_input_embeddings().weight.shape[0]
         self._cuts = "logits_to_keep" in inspect.signature(model.forward).parameters
         config, tokenizer = model.config.get_text_config(), self._tokenizer
         context = getattr(config, "max_position_embeddings", None)
@@ -196,10 +202,30 @@ class _HuggingFace(Evaluated):
         self.start = before[0] if before and before == [tokenizer.bos_token_id] else None
         self.name, self.context, self.end = str(folder), context, int(end)
         self.n_ids = min(len(tokenizer), config.vocab_size)
+        self._check_ids([self.end, self.first])
+        if self._looks_ahead():
+            _check_causal(folder, "to tokens that are still to come")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        for ids in encoded:
+            self._check_ids(ids)
         return [list(ids) for ids in encoded]
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if (largest := max(ids, default=0)) >= self._rows:
+            raise BadInput(
+                f"{self.name}: its tokenizer gives the id {largest:,}, and its model knows ids below {self._rows:,}; "
+                "they do not belong together"
+            )
+
+    def _looks_ahead(self) -> bool:
+        """Whether other tokens behind it change what is said after the first: that would be no likelihood."""
+        ids_BT = torch.full((2, min(8, self.context)), self.first)
+        ids_BT[1, 1:] = (self.first + 1) % self.n_ids
+        one_V, other_V = self.logits(ids_BT, torch.full((2,), ids_BT.shape[1]), 0)[:, 0].float()
+        rounding = 1e-4 if self._model.dtype == torch.float32 else 0.05
+        return bool((one_V - other_V).abs().max() > rounding * one_V.abs().max())
 
     def logits(self, ids_BT: Tensor, lengths_B: Tensor, first: int) -> Tensor:
         ids_BT, length = ids_BT.to(self._device), ids_BT.shape[1]

@@ -217,9 +217,12 @@ def _new_folder(out: Path) -> Iterator[Path]:
     part = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.part")
     made = [folder for folder in part.parents if not folder.exists()]
     try:
-        part.mkdir(parents=True)
+        try:
+            part.mkdir(parents=True)
+        except OSError as error:
+            raise BadInput(f"{out} cannot be made ({error.strerror}); give another --out") from None
         yield part
-        os.replace(part, out)
+        os.replace(part, out.absolute())
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for folder in made:

@@ -6,7 +6,7 @@ No `transformers` here: a family is known by the name of its attention's class.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -97,7 +97,7 @@ def find(model: nn.Module, layers: Literal["all"] | Sequence[int] = "all", path:
     if not places:
         raise BadInput(_nothing(model, path))
     chosen = _chosen([name for name, _ in places], layers)
-    return [_site(model, name, place) for name, place in places if name in chosen]
+    return [_site(model, within(model, name), place) for name, place in places if name in chosen]
 
 
 def _place(attention: nn.Module) -> Place | None:
@@ -112,7 +112,7 @@ def site(model: nn.Module, name: str) -> Site:
 
 
 def _site(model: nn.Module, name: str, place: Place | None) -> Site:
-    parent_name, _, own = name.rpartition(".")
+    parent_name, _, own = bare(name).rpartition(".")
     try:
         attention, layer = model.get_submodule(parent_name), model.get_submodule(name)
     except AttributeError:
@@ -124,6 +124,27 @@ def _site(model: nn.Module, name: str, place: Place | None) -> Site:
         place = known
     d_in, d_out = _widths(name, layer)
     return Site(name, layer, d_in, _layout(name, attention, (place or Place(own)).holds, d_in, d_out))
+
+
+def bare(name: str) -> str:
+    """A layer's name without PEFT's wrappers around it."""
+    while name.endswith(_WRAPPED):
+        name = name.removesuffix(_WRAPPED)
+    return name
+
+
+def within(model: nn.Module, name: str) -> str:
+    """The name of the layer itself, where PEFT has wrapped the one called `name`: wrappers go when they are merged."""
+    try:
+        layer: Any = model.get_submodule(name)
+    except AttributeError:
+        return name
+    while isinstance(layer := getattr(layer, "base_layer", None), nn.Module):
+        name += _WRAPPED
+    return name
+
+
+_WRAPPED = ".base_layer"
 
 
 def _widths(name: str, layer: nn.Module) -> tuple[int, int]:
@@ -174,11 +195,8 @@ def _number(name: str) -> int | None:
 def _chosen(names: list[str], layers: Any) -> set[str]:
     if layers == "all":
         return set(names)
-    if (
-        isinstance(layers, str)
-        or not isinstance(layers, Iterable)
-        or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers)
-    ):
+    is_list = isinstance(layers, Collection) and not isinstance(layers, str)
+    if not is_list or not all(isinstance(n, int) and not isinstance(n, bool) for n in layers):
         raise BadInput(f"layers = {layers!r}: 'all', or numbers of layers such as [0, 1]")
     there = {name: _number(name) for name in names}
     missing = sorted(set(layers) - {n for n in there.values() if n is not None})

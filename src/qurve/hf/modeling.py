@@ -129,6 +129,8 @@ class QurveForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not torch.is_grad_enabled()
         if config.attends == "bidirectional" or (self.training and self.gradient_checkpointing):
+            if cache is not None and int(cache.get_seq_length()):
+                raise BadInput("a cache with tokens in it has no place where blocks run twice, or see tokens to come")
             use_cache, cache = False, None
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -295,7 +297,9 @@ def _limits(
     if mask is not None and mask.dim() == 4:
         if cached or mask.shape[1] != 1:
             raise BadInput("a mask [B, 1, T, T] is for a call without a cache, and for all heads alike")
-        limits["allowed_BTT"] = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+        if mask.dtype != torch.bool and (mask > 0).any():
+            raise BadInput("a mask [B, 1, T, T] that is not of bools is added to the logits: 0 where a token is seen")
+        limits["allowed_BTT"] = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
     elif mask is not None:
         if mask.shape != (batch, start + length):
             raise BadInput(
@@ -317,8 +321,9 @@ def _limits(
                 limits["allowed_BTT"] = real_BS[:, None, :].expand(-1, length, -1)
             real_BT = real_BS[:, start:]
     if positions is not None:
-        right = positions.to(ids_BT.device) == expected_BT
-        if not (right if real_BT is None else right | ~real_BT).all():
+        fits = positions.shape[-1] == length
+        right = positions.to(ids_BT.device) == expected_BT if fits else torch.tensor(False)
+        if not fits or not (right if real_BT is None else right | ~real_BT).all():
             raise BadInput(
                 "position_ids are not those that this model counts, from each sequence's first real token on; leave "
                 "them out (several texts in one row are not told apart)"

@@ -103,4 +103,6 @@ def parts(model: nn.Module) -> dict[str, QueryPart]:
 def _act(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     # A plain function that looks the part up: a copied or pickled model has its own part act.
     part: QueryPart = layer.nonlinear  # type: ignore[assignment]
+    if not args:
+        raise BadInput(f"a {type(layer).__name__} with a nonlinear part is called by the names of its arguments")
     return part.onto(args[0], output)

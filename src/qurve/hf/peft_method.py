@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qurve.errors import BadInput
-from qurve.hf.families import Site, find, site
+from qurve.hf.families import Site, bare, find, site
 from qurve.hf.part import QueryPart, build
 from qurve.hf.retrofitting import NO_MERGE
 from qurve.projections.bottleneck import Bottleneck
@@ -120,7 +120,7 @@ class NonlinearQueryModel(BaseTuner):
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: Any) -> PeftConfig:
         assert isinstance(peft_config, NonlinearQueryConfig)
         if peft_config.target_modules is None:
-            peft_config.target_modules = sorted(one.name for one in find(self.model))
+            peft_config.target_modules = sorted(bare(one.name) for one in find(self.model))
         return peft_config
 
     def _create_and_replace(

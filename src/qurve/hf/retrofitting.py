@@ -9,6 +9,7 @@ Keys, values and the attention function are left alone. Source: arXiv 2603.13381
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from qurve.errors import BadInput
-from qurve.hf.families import Site, find
+from qurve.hf.families import Site, bare, find
 from qurve.hf.part import NAME, attach, build, detach, parts
 from qurve.projections import functional as F
 from qurve.projections.bottleneck import Anchor, Bottleneck
@@ -95,6 +97,10 @@ def retrofit(
     widths or options that cannot be.
     """
     chosen = _config(config, anchor, exact_start)
+    if isinstance(model, DistributedDataParallel):
+        raise BadInput(
+            "DistributedDataParallel knows the parameters that it was made with alone: retrofit the model, then wrap it"
+        )
     if isinstance(model, nn.Module) and (there := parts(model)):
         raise BadInput(
             f"{type(model).__name__} is retrofitted already ({len(there)} layers, {next(iter(there))} first); "
@@ -112,23 +118,28 @@ def install(
             raise BadInput(f"{site.name} has something called {NAME!r} already")
     new = [build(site, config) for site in sites]
     for site, part in zip(sites, new, strict=True):
-        part.draw(seed, f"{site.name}.{NAME}")
+        part.draw(seed, f"{bare(site.name)}.{NAME}")
         part.train(site.layer.training)
-    probe = probe_batch(model) if probe is None else probe
-    before = logits(model, probe)
+    probe, before = compared(model, probe)
     trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad) if freeze else None
     if freeze:
         model.requires_grad_(False)
     for site, part in zip(sites, new, strict=True):
         attach(site.layer, part)
+    _forget_compiled()
     setattr(model, RECORD, Record(config, trainable))
+    try:
+        after = logits(model, probe)
+    except BaseException:
+        restore(model)
+        raise
     return Report(
         config,
         tuple(site.name for site in sites),
         sum(p.numel() for part in new for p in part.parameters()),
         sum(p.numel() for p in model.parameters() if p.requires_grad),
         sum(p.numel() for p in model.parameters()),
-        change(before, logits(model, probe)),
+        change(before, after),
     )
 
 
@@ -141,11 +152,19 @@ def restore(model: nn.Module) -> None:
     record = record_of(model)
     for name in parts(model):
         detach(model.get_submodule(name))
+    _forget_compiled()
     if record.trainable is not None:
         for name, parameter in model.named_parameters():
             if name in record.trainable:
                 parameter.requires_grad_(True)
     delattr(model, RECORD)
+
+
+def _forget_compiled() -> None:
+    """What torch has compiled does not notice that a hook came or went, and would go on as before. It is compiled anew
+    at the next call."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def merge(model: nn.Module) -> None:
@@ -169,8 +188,7 @@ def fold(model: nn.Module, probe: Mapping[str, Any] | None = None) -> float | No
     trained on, but is another point to an optimiser. Raises `BadInput` for a model that is not retrofitted.
     """
     record = record_of(model)
-    probe = probe_batch(model) if probe is None else probe
-    before = logits(model, probe)
+    probe, before = compared(model, probe)
     for part in parts(model).values():
         own: Bottleneck = part.config  # type: ignore[assignment]
         if own.pre_norm != "none" and (own.norm_stage == "coupled" or own.anchor == "none"):
@@ -252,6 +270,17 @@ def logits(model: nn.Module, probe: Mapping[str, Any] | None) -> Tensor | None:
             return found
     found = out if isinstance(out, Tensor) else out[0]
     return found if isinstance(found, Tensor) else None
+
+
+def compared(model: nn.Module, probe: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, Tensor | None]:
+    """The batch to compare on, the caller's or ours, and the logits now; none of ours where the model takes another."""
+    if probe is not None:
+        return probe, logits(model, probe)
+    probe = probe_batch(model)
+    try:
+        return probe, logits(model, probe)
+    except Exception:  # a model of text and pixels, say, that wants both: its errors have no common base
+        return None, None
 
 
 def change(before: Tensor | None, after: Tensor | None) -> float | None:

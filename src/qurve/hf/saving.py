@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from qurve.config import from_dict, to_dict
 from qurve.errors import BadInput
 from qurve.files import check_manifest, write_atomic, write_manifest
-from qurve.hf.families import site
-from qurve.hf.part import parts
+from qurve.hf.families import Site, bare, site, within
+from qurve.hf.part import NAME, build, parts
 from qurve.hf.retrofitting import install, record_of
 from qurve.projections.bottleneck import Bottleneck
 
@@ -47,7 +47,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             stacklevel=2,
         )
     target = Path(folder)
-    if target.exists() and not (target.is_dir() and {f.name for f in target.iterdir()} <= _OURS):
+    if target.exists() and not (target.is_dir() and all(_is_ours(f) for f in target.iterdir())):
         raise BadInput(f"{target} holds something else; name a new folder")
     config = getattr(model, "config", None)
     description = {
@@ -59,19 +59,26 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         "attention": getattr(config, "_attn_implementation", None),
         "freeze": record.trainable is not None,
         "config": to_dict(record.config),
-        "layers": {name: _signature(model.get_submodule(name)) for name in found},
+        "layers": {bare(name): _signature(model.get_submodule(name)) for name in found},
     }
     tensors = {
-        f"{name}.{own}": p.detach().contiguous() for name, part in found.items() for own, p in part.named_parameters()
+        f"{bare(name)}.{own}": p.detach().contiguous()
+        for name, part in found.items()
+        for own, p in part.named_parameters()
     }
     target.mkdir(parents=True, exist_ok=True)
     (target / "manifest.json").unlink(missing_ok=True)  # half a save is then told from a whole one
+    for part in target.glob(".*.part"):
+        part.unlink()
     save_file(tensors, target / WEIGHTS)
     write_atomic(target / DESCRIPTION, json.dumps(description, indent=2) + "\n")
     write_manifest(target)
 
 
-_OURS = {DESCRIPTION, WEIGHTS, "manifest.json"}
+def _is_ours(file: Path) -> bool:
+    """Also what a save that was killed leaves behind."""
+    ours = (DESCRIPTION, WEIGHTS, "manifest.json")
+    return file.name in ours or (file.suffix == ".part" and file.name.startswith(tuple(f".{name}." for name in ours)))
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
@@ -88,22 +95,24 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     base = _base(description, source) if model is None else model
     if parts(base):
         raise BadInput(f"{type(base).__name__} is retrofitted already; qurve.hf.restore(model) takes it back")
-    sites = [site(base, name) for name in description["layers"]]
-    for one in sites:
-        _check_signature(one.name, description["layers"][one.name], _signature(one.layer))
+    sites = {name: site(base, within(base, name)) for name in description["layers"]}
+    for name, one in sites.items():
+        _check_signature(name, description["layers"][name], _signature(one.layer))
     expected = _shapes(sites, config)
     _check(source / WEIGHTS, {name: tuple(t.shape) for name, t in tensors.items()}, expected)
-    install(base, config, sites, description["freeze"], 0, None)
-    for name, part in parts(base).items():
-        for own, parameter in part.named_parameters():
+    install(base, config, list(sites.values()), description["freeze"], 0, None)
+    for name, one in sites.items():
+        for own, parameter in one.layer.get_submodule(NAME).named_parameters():
             parameter.data = tensors[f"{name}.{own}"].to(parameter.device)
     return base.eval()
 
 
-def _shapes(sites: list[Any], config: Bottleneck) -> dict[str, tuple[int, ...]]:
-    from qurve.hf.part import build
-
-    return {f"{one.name}.{own}": tuple(p.shape) for one in sites for own, p in build(one, config).named_parameters()}
+def _shapes(sites: dict[str, Site], config: Bottleneck) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.{own}": tuple(p.shape)
+        for name, one in sites.items()
+        for own, p in build(one, config).named_parameters()
+    }
 
 
 def _check(file: Path, there: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
