@@ -223,7 +223,7 @@ class RunFolder:
     def _read(self, path: Path) -> dict[str, Any]:
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise BadInput(f"{self.path} is not a run folder: it has no {path.name}") from None
         except (ValueError, RecursionError, IsADirectoryError) as error:
             raise BadInput(f"{path}: not JSON ({error})") from None
