@@ -223,7 +223,7 @@ class RunFolder:
     def _read(self, path: Path) -> dict[str, Any]:
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             study = (self.path / "study.json").is_file()
             way_out = f", it is a study; its runs are {self.path / 'runs' / 'ARM' / 'seed-N'}" if study else ""
             raise BadInput(f"{self.path} is not a run folder: it has no {path.name}{way_out}") from None

@@ -82,6 +82,8 @@ def test_a_query_is_its_anchor_and_f(query: ProjectionConfig, bias: bool, anchor
     x_BTD = torch.randn(2, 5, D, dtype=torch.float64)
     assert torch.allclose(query_of(module, x_BTD, f_of(module, (x_BTD,))), module(x_BTD))
     assert torch.allclose(anchor_of(module, x_BTD), anchor(module, x_BTD))
+    without = query_of(module, x_BTD, torch.zeros_like(x_BTD))
+    assert torch.allclose(without, query.scale * anchor(module, x_BTD))  # type: ignore[attr-defined]
 
 
 def test_f_is_the_papers_formula() -> None:

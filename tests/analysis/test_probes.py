@@ -174,6 +174,10 @@ def test_random_matrices_keep_the_singular_values_and_the_anchor() -> None:
         before, after = (torch.linalg.svdvals(getattr(q, name).detach()) for q in (query, other))
         assert torch.allclose(before, after, atol=1e-5)
         assert (getattr(other, name) - getattr(query, name)).norm() > 0.5 * getattr(query, name).norm()
+    for name, side in (("w1", 2), ("w2", 0)):  # the spaces that f reads and writes are others
+        before, after = (torch.linalg.svd(getattr(q, name).detach(), full_matrices=False)[side] for q in (query, other))
+        before, after = (basis.T @ basis if side else basis @ basis.T for basis in (before, after))
+        assert (after - before).norm() > 0.5
     assert torch.equal(other.weight, query.weight)
     assert torch.equal(randomized(query, 1).w1, other.w1)
     assert not torch.equal(randomized(query, 2).w1, other.w1)
@@ -210,6 +214,12 @@ def test_a_concept_that_another_one_turns_up() -> None:
     assert one.turned < 0.02
     assert one.by_concepts > 0.95
     assert len(one.random_matrices) == len(one.random_directions) == 2
+
+
+def test_concepts_are_judged_on_text_that_they_were_not_fitted_on() -> None:
+    """A map that was fitted on the same tokens would never be worse than their mean."""
+    found = reweighting(planted(Bottleneck()), CONCEPTS, FIT_ON[:1], WINDOWS[:1], seeds=())
+    assert min(one.by_concepts for one in found) < 0
 
 
 def test_an_answer_elsewhere_is_a_turn() -> None:

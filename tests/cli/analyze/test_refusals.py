@@ -39,11 +39,13 @@ def with_weights(run: RunFolder, to: Path, change: Callable[[dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_a_file_in_the_place_of_out_is_refused_first(command: Callable[..., int], tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_folder_is_refused_first(command: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(BadInput, match=r"file is a file; give another --out"):
             command(tmp_path / "nothing", out=out)
+    with pytest.raises(BadInput, match=r"file (is not a run folder|holds no checkpoint)"):
+        command(tmp_path / "file")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
