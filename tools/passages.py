@@ -166,20 +166,23 @@ def hulls() -> str:
 
 def retrofitted() -> str:
     found = evidence("retrofit")
-    plan, summary = found["plan"], found["summary"]
-    arms = [
-        f"{one['label']} ({one['parameters']:,} parameters, peak rate {one['rate']:g}"
-        f"{', at the edge of the search' if one['at_edge'] else ''}): {one['test']:.4f}, "
-        f"{one['lower_than_base']:+.4f} below"
-        for one in summary["arms"].values()
+    plan, summary, base = found["plan"], found["summary"], found["base"]
+    lines = [
+        "| | trained parameters | peak rate | validation text | test text |",
+        "|---|---|---|---|---|",
+        f"| as pretrained | | | {base['val']:.4f} | {base['test']:.4f} |",
     ]
-    return (
-        f"Measured with SmolLM2-135M, on English prose, {plan['steps']} steps of {plan['batch']} times "
-        f"{plan['length']} tokens; nats per token on {found['data']['test']['windows']} windows of test text, means "
-        f"over {summary['n']} seeds. The pretrained model: {found['base']['test']:.4f}. {arms[0]}. {arms[1]}. "
-        f"Adapter minus LoRA, paired by seed: **{summary['diff']:+.4f}** ({summary['diff_low']:+.4f} to "
-        f"{summary['diff_high']:+.4f}, 95 %)."
+    for arm, one in summary["arms"].items():
+        runs = [run for run in found["runs"] if run["arm"] == arm and run["seed"] in plan["seeds"]]
+        val, test = (statistics.fmean(run[split] for run in runs) for split in ("val", "test"))
+        lines.append(f"| {one['label']} | {one['parameters']:,} | {one['rate']:g} | {val:.4f} | {test:.4f} |")
+    words = (
+        f"SmolLM2-135M on English prose: {plan['steps']} steps of {plan['batch']} times {plan['length']} tokens, the "
+        f"best of {len(plan['rates'])} peak rates for each arm on a seed of its own, then means over {summary['n']} "
+        f"seeds; nats per token on {plan['held_out']} windows each. Adapter minus LoRA on test text, paired by seed: "
+        f"**{summary['diff']:+.4f}** ({summary['diff_low']:+.4f} to {summary['diff_high']:+.4f}, 95 %)."
     )
+    return "\n".join([*lines, "", words])
 
 
 def what_was_found() -> str:
