@@ -202,6 +202,26 @@ def test_a_save_that_was_killed_is_told_and_can_be_made_anew(
     assert not list(folder.glob(".*"))
 
 
+def test_a_full_disk_leaves_the_save_that_was_there(
+    saved: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = saved
+
+    def full(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("qurve.hf.saving.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        hf.save(stirred(), folder)
+    assert torch.equal(logits(hf.load(folder, tiny("llama"))), expected)
+    monkeypatch.undo()
+    another = stirred()
+    hf.save(another, folder)
+    assert torch.equal(logits(hf.load(folder, tiny("llama"))), logits(another))
+    assert sorted(file.name for file in folder.iterdir()) == ["manifest.json", "retrofit.json", "retrofit.safetensors"]
+
+
 def test_what_could_be_trained_is_kept(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="other parameters"):
         hf.save(stirred(freeze=False), tmp_path / "adapter")

@@ -67,10 +67,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         for own, p in part.named_parameters()
     }
     target.mkdir(parents=True, exist_ok=True)
-    (target / "manifest.json").unlink(missing_ok=True)  # half a save is then told from a whole one
     for part in target.glob(".*.part"):
         part.unlink()
-    save_file(tensors, target / WEIGHTS)
+    whole = target / f".{WEIGHTS}.{os.getpid()}.part"
+    save_file(tensors, whole)  # what takes long, or a full disk, leaves an earlier save as it is
+    (target / "manifest.json").unlink(missing_ok=True)  # half a save is then told from a whole one
+    os.replace(whole, target / WEIGHTS)
     write_atomic(target / DESCRIPTION, json.dumps(description, indent=2) + "\n")
     write_manifest(target)
 
